@@ -1,0 +1,1 @@
+"""What tensors do: torch."""

@@ -1,0 +1,1 @@
+"""What the CPU decides: pure Python, standard library only."""
