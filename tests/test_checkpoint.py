@@ -56,8 +56,8 @@ def prompts_of_five_kinds(tokenizer):
             "def fibonacci(n):\n    ", "SELECT name FROM people WHERE "]
     lists = ["List five rivers of Europe.", "1. apple\n2. pear\n3. ", "Name three prime numbers, one a line.",
              "Shopping list for pancakes:\n- "]
-    languages = ["Wie heißt die Hauptstadt von Frankreich?", "¿Qué es la memoria caché?", "好 的 , 请 介 绍 一 下 北 京 。",
-                 "Что такое память?"]
+    languages = ["Wie heißt die Hauptstadt von Frankreich?", "¿Qué es la memoria caché?", "Что такое память?",
+                 "好 的 , 请 介 绍 一 下 北 京 。"]
     text = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     long_ids = tokenizer.encode(text)
     ask = lambda s: tokenizer.chat([{"role": "user", "content": s}])

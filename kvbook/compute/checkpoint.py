@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'cache_dir', 'atomic_file', 'default_model_path', 'SafetensorsSource', 'GGUFTensor', 'read_gguf',
            'GGUFSource', 'fill', 'Tokenizer', 'Detokenizer', 'tokenizer_from_gguf', 'tokenizer_from_folder', 'Loaded',
-           'locate', 'read_config', 'natural_dtype', 'load']
+           'locate', 'read_config', 'load']
 
 # %% ../../nbs/00b_checkpoint.ipynb #9a2a045a
 import errno
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .model import DecoderLayer, Transformer
 from ..control.config import ModelConfig
+from ..lab.session import choose_dtype
 
 # %% ../../nbs/00b_checkpoint.ipynb #7b1c2942
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -572,14 +573,6 @@ def _folder_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_hf(_read_json(folder / "config.json"))
 
 
-def natural_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """bfloat16 where the device multiplies it natively, else float32."""
-    if torch.device(device).type != "cpu":
-        return torch.bfloat16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() \
-        else torch.float32
-
-
 def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto",
          layer=DecoderLayer) -> Loaded:
     """Load a checkpoint into memory.
@@ -587,7 +580,8 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
     Args:
         name: ``"default"``, a folder, a ``.gguf`` file, or a Hugging Face name such as ``"Qwen/Qwen3-0.6B"``.
         device: where the weights go.
-        dtype: of the weights: a torch dtype or its name; ``"auto"`` takes `natural_dtype`.
+        dtype: of the weights: a torch dtype or its name; ``"auto"`` takes bfloat16 where the
+            device multiplies in it, else float32.
         layer: the layer class, as `Transformer` takes it.
 
     Returns:
@@ -597,7 +591,9 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
         ValueError: unknown name or dtype, unsupported architecture, damaged file, or tensors that do not fit.
         RuntimeError: a download that fails.
     """
-    if isinstance(dtype, str) and dtype != "auto":
+    if dtype == "auto":
+        dtype = choose_dtype(torch.device(device).type)
+    if isinstance(dtype, str):
         named = getattr(torch, dtype, None)
         if not isinstance(named, torch.dtype) or not named.is_floating_point:
             raise ValueError(f"dtype={dtype!r} is unknown; use 'auto', 'float32', 'bfloat16' or 'float16'")
@@ -611,5 +607,5 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
         source = SafetensorsSource(path)
     with torch.device("meta"):
         model = Transformer(config, layer)
-    fill(model, source, natural_dtype(device) if dtype == "auto" else dtype, device)
+    fill(model, source, dtype, device)
     return Loaded(model, tokenizer)

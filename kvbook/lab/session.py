@@ -243,6 +243,7 @@ def setup(*, seed: int = 0, dtype: str = "auto", threads: int | None = None, ins
     """
     global _session
     ensure_packages(install)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")   # before torch: threads that spin starve each other on few cores
     import numpy
     import torch
 

@@ -1,0 +1,140 @@
+"""The command, as a person uses it: in a process of its own, with real input."""
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [str(Path(sys.executable).with_name("kvbook"))]
+
+
+def kvbook(*args, **options):
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=300, **options)
+
+
+def test_generate_streams_an_answer():
+    done = kvbook("generate", "What is the capital of France?", "--max-tokens", "20")
+    assert done.returncode == 0 and "Paris" in done.stdout
+    assert "of cache" in done.stderr                                # the figures do not mix with the answer
+
+
+def test_generate_raw_continues_the_text():
+    done = kvbook("generate", "1, 2, 3, 4, 5,", "--raw", "--max-tokens", "4")
+    assert done.returncode == 0 and "6" in done.stdout
+
+
+def test_hello_ends_with_one_line_about_the_cache():
+    done = kvbook("hello", "--max-tokens", "8")
+    assert done.returncode == 0
+    last = done.stdout.strip().splitlines()[-1]
+    assert "B = " in last and "such conversations fit" in last
+
+
+def test_info_counts():
+    done = kvbook("info", "default")
+    assert done.returncode == 0
+    assert "134,515,008" in done.stdout and "23,040 B a token" in done.stdout and "11,880 B a token" in done.stdout
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    (["generate", ""], "prompt is empty"),
+    (["generate", "x", "--model", "nope"], "neither a folder"),
+    (["generate", "x", "--dtype", "int4"], "dtype='int4' is unknown"),
+    (["generate", "word " * 9000], "max_model_len is 8192"),
+    (["info", "nope"], "neither a folder"),
+])
+def test_what_cannot_run_is_one_line_and_status_2(args, words):
+    done = kvbook(*args)
+    assert done.returncode == 2 and words in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("args", [[], ["fly"], ["generate"], ["generate", "x", "--max-tokens", "0"],
+                                  ["book", "--port", "x"]])
+def test_usage_errors(args):
+    done = kvbook(*args)
+    assert done.returncode == 2 and "usage: kvbook" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_chat_remembers_turns():
+    done = kvbook("chat", "--max-tokens", "24", input="My name is Ada.\nWhat is my name?\n\n")
+    assert done.returncode == 0
+    assert "Ada" in done.stdout.split("> ")[-2]
+
+
+def test_chat_goes_on_after_a_question_that_is_too_long():
+    done = kvbook("chat", "--max-tokens", "8", input="word " * 9000 + "\nHi.\n\n")
+    assert done.returncode == 0 and "max_model_len is 8192" in done.stderr
+    assert len(done.stdout.split("> ")[2].strip()) > 0              # the second question was answered
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat():
+    """On a real terminal: interrupt a long answer, ask again, leave with an empty line."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen([*COMMAND, "chat", "--max-tokens", "2000"], stdin=slave, stdout=slave, stderr=slave,
+                               start_new_session=True, close_fds=True)
+    os.close(slave)
+    seen, closed = [], threading.Event()
+
+    def watch():
+        try:
+            while chunk := os.read(master, 4096):
+                seen.append(chunk.decode(errors="replace"))
+        except OSError:
+            pass
+        closed.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    text = lambda: "".join(seen)
+
+    def wait_for(condition, seconds=120):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end and process.poll() is None, text()
+            time.sleep(0.05)
+
+    try:
+        wait_for(lambda: "> " in text())
+        os.write(master, b"Count from one to a thousand, in words.\n")
+        wait_for(lambda: len(text().partition("in words.")[2].strip()) > 20)
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: ("…" in text() and text().rstrip("\r\n").endswith(">")) or text().endswith("> "))
+        os.write(master, b"\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(master)
+    assert "Traceback" not in text()
+
+
+def test_book_serves_the_pages(tmp_path):
+    pages = tmp_path / "_build" / "html"
+    pages.mkdir(parents=True)
+    (pages / "index.html").write_text("<p>the book</p>")
+    (tmp_path / "book").mkdir()
+    (tmp_path / "book" / "claims.toml").touch()
+    env = {**os.environ, "KVBOOK_BOOK": str(tmp_path / "book")}
+    server = subprocess.Popen([*COMMAND, "book"], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        line = server.stdout.readline()
+        address = next(word for word in line.split() if word.startswith("http://127.0.0.1:"))
+        assert urllib.request.urlopen(address).read() == b"<p>the book</p>"
+        taken = address.rstrip("/").rpartition(":")[2]
+        other = kvbook("book", "--port", taken, env=env)
+        assert other.returncode == 2 and f"port {taken} cannot be used" in other.stderr
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def test_book_without_pages_says_what_to_do(tmp_path):
+    (tmp_path / "book").mkdir()
+    done = kvbook("book", env={**os.environ, "KVBOOK_BOOK": str(tmp_path / "book")})
+    assert done.returncode == 2 and "make book" in done.stderr
