@@ -225,13 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")   # before torch: spinning threads starve a busy machine
     try:
         args.run(args)
-    except (ValueError, RuntimeError) as error:
+    except BrokenPipeError:                    # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"kvbook: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()                     # whoever read our output has left
-        return 0
     return 0

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from kvbook import cli
+from kvbook.compute.checkpoint import Loaded, locate, read_gguf, tokenizer_from_gguf
+
 COMMAND = [str(Path(sys.executable).with_name("kvbook"))]
 
 
@@ -63,10 +65,23 @@ def test_usage_errors(args):
     assert done.returncode == 2 and "usage: kvbook" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_chat_remembers_turns():
-    done = kvbook("chat", "--max-tokens", "24", input="My name is Ada.\nWhat is my name?\n\n")
-    assert done.returncode == 0
-    assert "Ada" in done.stdout.split("> ")[-2]
+def test_chat_remembers_turns(monkeypatch, capsys):
+    """The second prompt is the whole conversation, the first answer included."""
+    tokenizer = tokenizer_from_gguf(read_gguf(locate())[0])
+    monkeypatch.setattr(cli, "_load", lambda args: Loaded(None, tokenizer))
+    asked, lines = [], iter(["My name is Ada.", "What is my name?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(cli, "stream_answer", lambda loaded, prompt, n: (asked.append(list(prompt)) or "Noted.", None))
+    assert cli.main(["chat", "--system", "Be brief."]) == 0
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My name is Ada."},
+                    {"role": "assistant", "content": "Noted."}, {"role": "user", "content": "What is my name?"}]
+    assert asked == [tokenizer.chat(conversation[:2]), tokenizer.chat(conversation)]
+
+
+def test_output_may_be_cut_off():
+    """`kvbook info | head -1` ends quietly."""
+    done = subprocess.run(f"{COMMAND[0]} info default | head -n 1", shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("default: llama") and done.stderr == ""
 
 
 def test_chat_goes_on_after_a_question_that_is_too_long():
@@ -136,5 +151,8 @@ def test_book_serves_the_pages(tmp_path):
 
 def test_book_without_pages_says_what_to_do(tmp_path):
     (tmp_path / "book").mkdir()
+    done = kvbook("book", env={**os.environ, "KVBOOK_BOOK": str(tmp_path / "book")})
+    assert done.returncode == 2 and "holds no claims.toml" in done.stderr
+    (tmp_path / "book" / "claims.toml").touch()
     done = kvbook("book", env={**os.environ, "KVBOOK_BOOK": str(tmp_path / "book")})
     assert done.returncode == 2 and "make book" in done.stderr
