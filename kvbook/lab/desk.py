@@ -3,10 +3,11 @@
 # %% auto #0
 __all__ = ['HANDBOOK', 'QUESTIONS', 'LOGBOOK_GUEST', 'CONVERSATION_TOKENS', 'BOX_BYTES', 'MODEL_LIMIT', 'H100_BYTES',
            'LARGE_MODEL', 'logbook', 'DeskTurn', 'desk_turns', 'save_turns', 'load_turns', 'DeskCounts',
-           'serve_in_groups', 'seats_reserved', 'seats_paged', 'as_multi_head', 'large_box', 'strip', 'ScoreRow',
-           'Scoreboard', 'score_two_walls']
+           'serve_in_groups', 'seats_reserved', 'seats_paged', 'as_multi_head', 'large_box', 'strip', 'strip_svg',
+           'ScoreRow', 'Scoreboard', 'score_two_walls']
 
 # %% ../../nbs/00e_desk.ipynb #4031a5e2
+import html
 import importlib.util
 import json
 import random
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..control.config import KNOWN_MODELS, CacheSpec, ModelConfig
+from .figures import PALETTE
 
 # %% ../../nbs/00e_desk.ipynb #2a880577
 #| code-fold: true
@@ -250,6 +252,26 @@ def strip() -> list[dict]:
     return [{"chapter": chapter, "title": title, "people": count(KNOWN_MODELS["SmolLM2-135M"], BOX_BYTES),
              "projected": count(LARGE_MODEL, large_box()),
              "built": importlib.util.find_spec(_MODULES[chapter]) is not None} for chapter, title, count in rows]
+
+# %% ../../nbs/00e_desk.ipynb #0ab9f1d5
+def strip_svg(rows: Sequence[dict]) -> str:
+    """The strip as a picture for the README: a bar a row, in mid tones that are legible on light and on dark."""
+    width, bar, gap, left = 720, 22, 12, 330
+    scale = (width - left - 110) / max(row["people"] for row in rows)
+    height = len(rows) * (bar + gap) + gap
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+             'font-family="system-ui, sans-serif" font-size="15" role="img">',
+             "<title>People who fit in a box of 384 MiB: " + ", ".join(str(row["people"]) for row in rows) + "</title>"]
+    for index, row in enumerate(rows):
+        y = gap + index * (bar + gap)
+        length, ink = max(2, row["people"] * scale), PALETTE["ink"]
+        fill = PALETTE["used"] if row["built"] else PALETTE["free"]
+        parts += [f'<text x="{left - 12}" y="{y + 16}" text-anchor="end" fill="{ink}">{html.escape(row["title"])}</text>',
+                  f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" rx="3" fill="{fill}"'
+                  + ("/>" if row["built"] else ' fill-opacity="0.45"/>'),
+                  f'<text x="{left + length + 8:.1f}" y="{y + 16}" fill="{ink}">{row["people"]}'
+                  + ("" if row["built"] else " (to come)") + "</text>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 # %% ../../nbs/00e_desk.ipynb #e883966d
 @dataclass(frozen=True)
