@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from ..control.config import CacheSpec, ModelConfig, kv_format
 
 # %% ../../nbs/00_two_walls.ipynb #d742a47a
+#| code-fold: true
+#| code-summary: A device, and seven of them
 @dataclass(frozen=True)
 class Device:
     """A machine, as far as the roofline sees it.
@@ -98,8 +100,8 @@ class StepCost:
         return self.flop / self.bytes
 
 
-def step_cost(config: ModelConfig, loads: Sequence[tuple[int, int]], weight_dtype: str = "bfloat16",
-              kv_dtype: str = "bfloat16") -> StepCost:
+def step_cost(config: ModelConfig, loads: Sequence[tuple[int, int]],
+              weight_dtype: str = "bfloat16", kv_dtype: str = "bfloat16") -> StepCost:
     """Count one step; logits are computed for the last row of each request.
 
     Args:
@@ -113,11 +115,12 @@ def step_cost(config: ModelConfig, loads: Sequence[tuple[int, int]], weight_dtyp
     """
     for new, total in loads:
         if not 1 <= new <= total:
-            raise ValueError(f"a load of {new} new tokens of {total} is impossible; 1 ≤ new ≤ total is needed")
+            raise ValueError(f"a load of {new} new tokens of {total} is impossible; "
+                             "1 ≤ new ≤ total is needed")
     tokens = sum(new for new, _ in loads)
-    seen = sum(new * total - new * (new - 1) // 2 for new, total in loads)       # each new row sees up to itself
+    seen = sum(new * total - new * (new - 1) // 2 for new, total in loads)  # rows see up to themselves
     head = config.vocab_size * config.hidden_size
-    per_layer_pair = 4 * config.num_heads * config.head_dim                      # score and weighted sum
+    per_layer_pair = 4 * config.num_heads * config.head_dim                 # score and weighted sum
     per_token = CacheSpec.of(config, kv_dtype).bytes_per_token
     return StepCost(
         linear_flop=2 * ((config.num_matmul_params() - head) * tokens + head * len(loads)),
@@ -133,6 +136,8 @@ def roofline_seconds(cost: StepCost, device: Device, dtype: str = "bfloat16") ->
     return max(cost.flop / device.flop_per_s[dtype], cost.bytes / device.bandwidth_bytes_per_s)
 
 # %% ../../nbs/00_two_walls.ipynb #f341a4e9
+#| code-fold: true
+#| code-summary: Timing, free memory, and the two ceilings
 def median_seconds(run: Callable[[], object], repeats: int = 5,
                    synchronize: Callable[[], object] = lambda: None) -> float:
     """Median wall time of `run` over `repeats` calls, after one that does not count.
