@@ -22,6 +22,6 @@ setup(
     packages=find_packages(include=["kvbook", "kvbook.*"]),
     package_data={"kvbook": ["lab/static/*.js", "lab/static/*.css"]},
     install_requires=settings["requirements"].split(),
-    extras_require={**extras, "all": sum(extras.values(), [])},
+    extras_require={**extras, "all": [line for lines in extras.values() for line in lines]},
     entry_points={"console_scripts": ["kvbook = kvbook.cli:main"]},
 )

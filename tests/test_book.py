@@ -295,6 +295,17 @@ def test_the_strip_marks_what_is_to_come():
     assert "to come" in html.partition("Later")[2]
 
 
+def test_icons_that_no_page_uses_are_left_out():
+    script = 'var a={bars:[1,2,[],"f0c9","M0"],"file-pdf":[1,2,[3,"x"],"f1",["M1","M2"]],xmark:[1,2,[],"f00d","M3"]};'
+    kept = kvbook_ext.keep_icons(script, {"file-pdf"})
+    assert kept == 'var a={"file-pdf":[1,2,[3,"x"],"f1",["M1","M2"]],};'
+
+
+def test_folds_of_the_sidebar_get_names():
+    html = '<a class="x" href="a.html">Two walls</a><details open="open"><summary><span></span></summary></details>'
+    assert '<summary aria-label="Pages of Two walls"><span>' in kvbook_ext.name_sidebar_folds(html)
+
+
 def test_thebe_is_dropped_and_the_rest_stays():
     def script(name, body=None):
         return types.SimpleNamespace(filename=name, attributes={"body": body} if body else {})

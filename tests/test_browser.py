@@ -247,6 +247,16 @@ def test_there_is_one_search_field(browser, book_address, mode):
         assert fields.count() == 1
 
 
+def test_the_icons_are_drawn(browser, book_address):
+    with Tab(browser, book_address) as tab:
+        page = tab.open("book/glossary.html")
+        page.wait_for_selector("svg.fa-bars", state="attached")
+        icons = page.locator("svg.svg-inline--fa:visible path")
+        drawn = icons.evaluate_all("(all) => all.map((e) => e.getBBox().width)")
+        assert len(drawn) >= 3
+        assert min(drawn) > 0
+
+
 def test_mathematics_is_set(browser, book_address):
     with Tab(browser, book_address) as tab:
         page = tab.open("book/notation.html")

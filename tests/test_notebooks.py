@@ -23,8 +23,7 @@ def test_notebook_runs(path):
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             assert output.output_type != "error", f"{path.name}, cell {cell.id}: {output.get('evalue')}"
-            printed_on_stderr = output.output_type == "stream" and output.name == "stderr"
-            assert not printed_on_stderr, f"{path.name}, cell {cell.id} prints on stderr: {output.text}"
+            assert "Warning" not in output.get("text", ""), f"{path.name}, cell {cell.id}: {output.text}"
 
 
 # Directives

@@ -167,7 +167,6 @@ class SafetensorsSource:
         handle, key = self._where[name]
         return handle.get_slice(key)[start:stop]
 
-
 _GGUF_NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
@@ -186,8 +185,9 @@ def _plain_name(name: str) -> str:
         return f"layers.{parts[1]}.{_GGUF_NAMES[parts[2]]}.{kind}"
     return name
 
-
 _GGUF_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+# %% ../../nbs/00b_checkpoint.ipynb #65e22d17
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 
@@ -218,7 +218,7 @@ def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, RecursionError, struct.error) as error:
         raise ValueError(f"{path} is not a whole GGUF file ({error})") from error
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #f31e6f59
 class _GGUFCursor:
     """Reads a GGUF header front to back."""
 
@@ -270,7 +270,7 @@ class _GGUFCursor:
             tensors[name] = GGUFTensor(shape, kind, stored.reshape(rows, row_bytes))
         return metadata, tensors
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #b9bcb7a9
 class GGUFSource:
     """Tensors, config and metadata of one GGUF file; errors are those of `read_gguf` and `ModelConfig.from_gguf`."""
 
@@ -355,6 +355,8 @@ def _some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 # %% ../../nbs/00b_checkpoint.ipynb #cfd802bd
+#| code-fold: true
+#| code-summary: The tokenizer and its chat template
 class Tokenizer:
     """Text ↔ token ids, with the model's chat template.
 
@@ -418,7 +420,7 @@ class Tokenizer:
         except TemplateError as error:
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #e8d8b432
 class Detokenizer:
     """Turns tokens into text one at a time and never emits half a character.
 
@@ -447,7 +449,9 @@ class Detokenizer:
 # %% ../../nbs/00b_checkpoint.ipynb #f48fadfe
 _LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
 _WORD_RULES = {"smollm": None, "llama-bpe": _LLAMA3_WORDS, "qwen2": _LLAMA3_WORDS.replace("{1,3}", "")}
+
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 
 
@@ -486,7 +490,7 @@ def tokenizer_from_gguf(metadata: dict) -> Tokenizer:
     ends = [metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in metadata]
     return Tokenizer(backend, metadata.get("tokenizer.chat_template"), named, ends)
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #5dd1b760
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder: ``tokenizer.json`` and what stands beside it.
 
@@ -572,7 +576,7 @@ def _folder_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{folder} holds no config.json")
     return ModelConfig.from_hf(_read_json(folder / "config.json"))
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #45da47f0
 def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto",
          layer=DecoderLayer) -> Loaded:
     """Load a checkpoint into memory.

@@ -162,7 +162,7 @@ class ContiguousCache:
         """This step's view: writes the batch's rows and attends over everything remembered. Valid for one step."""
         return ContiguousView(self, batch)
 
-
+# %% ../../nbs/00a_model.ipynb #b09c0d6f
 class ContiguousView:
     """What one step sees of a `ContiguousCache`."""
 
@@ -299,7 +299,7 @@ class FeedForward(nn.Module):
         """x: [T, hidden]; returns [T, hidden]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-
+# %% ../../nbs/00a_model.ipynb #828769e3
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each on a normed copy of the stream and added back to it."""
 
@@ -317,6 +317,8 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 # %% ../../nbs/00a_model.ipynb #5fc219fc
+#| code-fold: true
+#| code-summary: The model: layers over flat ragged batches
 class Transformer(nn.Module):
     """A decoder-only transformer over flat ragged batches.
 
@@ -471,7 +473,7 @@ def _greedy_loop(model, runs, max_tokens, stops, limit, use_cache) -> Iterator[l
                 run.finish_reason = "length"
         yield runs
 
-
+# %% ../../nbs/00a_model.ipynb #f89231b9
 @torch.inference_mode()
 def _likeliest(model: Transformer, batch: Batch, cache) -> list[int | None]:
     """The likeliest next token of each request; None where the logits are not numbers."""

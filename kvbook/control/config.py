@@ -92,9 +92,12 @@ class LayerSpec:
 
 # %% ../../nbs/00c_config.ipynb #067b1807
 HF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
 
-
+# %% ../../nbs/00c_config.ipynb #859fb919
+#| code-fold: true
+#| code-summary: The fields, and the two ways of reading them
 @dataclass(frozen=True)
 class ModelConfig:
     """The numbers that fix a decoder-only transformer.
@@ -240,7 +243,7 @@ class ModelConfig:
             eos_token_ids=() if eos is None else (eos,), bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         )
 
-
+# %% ../../nbs/00c_config.ipynb #203b603a
 def rope_type(scaling: Mapping) -> str:
     """The kind of a ``rope_scaling`` entry, whichever of its two spellings it uses."""
     return scaling.get("rope_type") or scaling.get("type") or "default"
@@ -311,7 +314,7 @@ def layer_groups(specs: list[LayerSpec]) -> list[LayerGroup]:
     return [LayerGroup(tuple(layers[i:i + size]), spec, size)
             for spec, layers in kinds.items() for i in range(0, len(layers), size)]
 
-
+# %% ../../nbs/00c_config.ipynb #e468516f
 @dataclass(frozen=True)
 class CacheSpec:
     """What KV memory costs, and the shape in which it is allocated: the one place that bytes come from.

@@ -134,7 +134,7 @@ def parse_claim(key: str, fields: object) -> Claim:
         raise ValueError(f"claim {key}: timed is true and kind is {fields['kind']!r}; accepted: only with 'measured'")
     return Claim(key, **fields)
 
-
+# %% ../../nbs/90_claims.ipynb #5d1c9a6a
 def load_claims(path: Path | str | None = None) -> dict[str, Claim]:
     """Read and check the ledger.
 
@@ -174,7 +174,7 @@ def claim_anchor(key: str) -> str:
     """Return the id that a claim's line has on its page: ``"9.1.12"`` gives ``"claim-9-1-12"``."""
     return "claim-" + key.lower().replace(".", "-")
 
-
+# %% ../../nbs/90_claims.ipynb #8d0f3d0a
 @dataclass(frozen=True)
 class ClaimResult:
     """A claim and the value found for it; Jupyter and the book show it as one line.
@@ -221,7 +221,7 @@ class ClaimResult:
                   "verdict": self.claim.verdict if self.claim else None}
         return {"text/plain": repr(self), "text/html": self._html(), CLAIM_MIME: record}
 
-
+# %% ../../nbs/90_claims.ipynb #80146065
 def plain_value(key: str, value: object) -> float | bool | dict[str, float]:
     """Turn numpy and torch scalars into Python numbers, in a dict too.
 

@@ -96,9 +96,10 @@ class DeskTurn:
     num_shared: int
     max_tokens: int
 
-
 CONVERSATION_TOKENS = 704
+
 BOX_BYTES = 384 * 2**20
+
 MODEL_LIMIT = 8_192
 
 
@@ -133,7 +134,7 @@ def save_turns(turns: Sequence[DeskTurn], path: Path) -> None:
     """Write requests as JSON lines, for engines that are not this one."""
     path.write_text("".join(json.dumps(asdict(turn)) + "\n" for turn in turns), encoding="utf-8")
 
-
+# %% ../../nbs/00e_desk.ipynb #d5356cc6
 def load_turns(path: Path) -> list[DeskTurn]:
     """Read what `save_turns` wrote.
 

@@ -29,6 +29,7 @@ PALETTE = {
 
 # %% ../../nbs/91_figures.ipynb #1e0c617c
 STATIC = Path(str(files("kvbook"))) / "lab" / "static"
+
 """The folder of the figures' scripts and of their style sheet, ``figures.css``."""
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./kv\.js";\n', re.MULTILINE)
@@ -56,7 +57,7 @@ def in_kernel() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
-
+# %% ../../nbs/91_figures.ipynb #919bc456
 @dataclass
 class Figure:
     """An interactive figure: data from Python, a script of this package that shows it.
@@ -189,6 +190,7 @@ def verdict(device: Mapping[str, object]) -> str:
 
 # %% ../../nbs/91_figures.ipynb #300dfa05
 WEIGHT_BYTES_PER_PARAM = {"fp32": 4, "bf16": 2, "8-bit": 1, "4-bit": 0.5}
+
 """Bytes for each weight; the scales of 8- and 4-bit formats are left out."""
 
 
@@ -241,7 +243,7 @@ def _complete_start(start: Mapping[str, object], models: Sequence[Mapping[str, o
     _require(choice["people"] >= 1, "start['people']", choice["people"], "1 or more")
     return choice
 
-
+# %% ../../nbs/91_figures.ipynb #0a5ffeb1
 def _planner_html(data: Mapping[str, object]) -> str:
     """Draw the frame that the planner opens on."""
     planned = plan(data, data["start"])
@@ -339,7 +341,7 @@ def _two_loops_html(trace: Mapping[str, object]) -> str:
             f'<div class="kvf-readout"><p class="kvf-uncached">{said["uncached"]}</p>'
             f'<p class="kvf-cached">{said["cached"]}</p><p>{said["ratio"]}</p></div>')
 
-
+# %% ../../nbs/91_figures.ipynb #2e455c5f
 def two_loops(trace: Mapping[str, object], *, caption: str | None = None) -> Figure:
     """Make the replay of a run of the loops without a cache and with one.
 

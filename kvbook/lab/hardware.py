@@ -99,7 +99,7 @@ class StepCost:
         """Operations for each byte moved."""
         return self.flop / self.bytes
 
-
+# %% ../../nbs/00_two_walls.ipynb #0d992fe2
 def step_cost(config: ModelConfig, loads: Sequence[tuple[int, int]],
               weight_dtype: str = "bfloat16", kv_dtype: str = "bfloat16") -> StepCost:
     """Count one step; logits are computed for the last row of each request.

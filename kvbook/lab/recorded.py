@@ -176,7 +176,7 @@ def measure(name: str, fn: Callable[[], object], needs: str, modules: Sequence[s
             "hardware": describe_hardware(), "versions": describe_versions(), "modules": list(modules),
             "hash": modules_hash(modules), "result": json.loads(json.dumps(result))}
 
-
+# %% ../../nbs/92_recorded.ipynb #0768989c
 def recorded(name: str, fn: Callable[[], object], *, needs: str, modules: Sequence[str]) -> object:
     """Measure where that is possible and asked for; everywhere else return what was measured before.
 

@@ -208,7 +208,6 @@ class Session:
     seed: int
     """What random, numpy and torch were seeded with."""
 
-
 _session: Session | None = None
 
 
@@ -224,7 +223,7 @@ def prepare_environment(has_gpu: bool) -> None:
         os.environ["TQDM_DISABLE"] = "1"
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-
+# %% ../../nbs/93_session.ipynb #ecede2da
 def setup(*, seed: int = 0, dtype: str = "auto", threads: int | None = None, install: bool | None = None) -> Session:
     """Prepare a notebook: packages, device, dtype, threads, seeds and the look of plots.
 
