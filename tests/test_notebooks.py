@@ -45,6 +45,8 @@ def translated(source: str, flags: frozenset[str] = frozenset()):
         ("#| echo: true\nx", [], "x"),
         ("#| hide_input\nx", ["remove-input"], "x"),
         ("#|code-fold: true\nx", ["hide-input"], "x"),
+        ("#| fold\n#| code-summary: All of it\nx", ["hide-cell"], "x"),
+        ("#| wrap\nx", ["kv-wrap"], "x"),
         ("#| output: false\nx", ["remove-output"], "x"),
         ("#| eval: false\nx", ["skip-execution"], "x"),
         ("#| slow\nx", ["skip-execution"], "x"),

@@ -27,7 +27,7 @@ PACKAGE = "kvbook"
 
 DIRECTIVE = re.compile(r"^\s*#\s*\|\s*(?P<name>[\w-]+)\s*:?\s*(?P<value>.*?)\s*$")
 NBDEV = {"default_exp", "export", "exporti", "exports"}
-FLAGS = {"hide", "hide_input", "live", "notest", "slow", "gpu"}
+FLAGS = {"fold", "hide", "hide_input", "live", "notest", "slow", "gpu", "wrap"}
 BOOLEANS = {"include", "echo", "output", "eval", "code-fold"}
 TEXTS = {"code-summary", "label", "fig-cap", "fig-alt"}
 OPTIONAL = ("slow", "gpu", "notest")
@@ -79,9 +79,10 @@ def check_directives(directives: dict[str, str], where: str) -> None:
             raise DirectiveError(f"{where}: '{name}' is '{value}'; accepted are true and false")
         if name in TEXTS and not value:
             raise DirectiveError(f"{where}: '{name}' is empty; give it a text")
-    for one, other in (("label", "fig-cap"), ("fig-cap", "label"), ("fig-alt", "label"), ("code-summary", "code-fold")):
-        if one in directives and other not in directives:
-            raise DirectiveError(f"{where}: '{one}' needs '{other}' beside it")
+    for one, *others in (("label", "fig-cap"), ("fig-cap", "label"), ("fig-alt", "label"),
+                         ("code-summary", "code-fold", "fold")):
+        if one in directives and not directives.keys() & set(others):
+            raise DirectiveError(f"{where}: '{one}' needs '{others[0]}' beside it")
 
 
 def is_false(directives: dict[str, str], name: str) -> bool:
@@ -104,9 +105,11 @@ def cell_tags(directives: dict[str, str], code: str, flags: frozenset[str]) -> l
         "remove-cell": "hide" in directives or is_false(directives, "include") or not code.strip(),
         "remove-input": "hide_input" in directives or is_false(directives, "echo"),
         "hide-input": directives.get("code-fold", "").lower() == "true",
+        "hide-cell": "fold" in directives,
         "remove-output": is_false(directives, "output"),
         "skip-execution": is_false(directives, "eval") or any(n in directives and n not in flags for n in OPTIONAL),
         "live": "live" in directives,
+        "kv-wrap": "wrap" in directives,
         "kv-export": "export" in directives or "exports" in directives,
     }
     return [tag for tag, on in wanted.items() if on]
