@@ -1,4 +1,5 @@
 """Files become models whole or not at all, and the default model is who it says it is."""
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -230,6 +231,22 @@ def test_sharded_folders_load(tmp_path):
     (tmp_path / "part-1.safetensors").unlink()
     with pytest.raises(ValueError, match=r"part-1\.safetensors is missing"):
         load(str(tmp_path))
+
+
+def test_answers_end_where_the_chat_model_says(tmp_path):
+    """End tokens of generation_config.json count beside those of config.json; the other defaults are kept."""
+    random_peer(tmp_path, "LlamaForCausalLM", 4, 2, 64)
+    defaults = {"eos_token_id": [5, 9], "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    model, tokenizer = load(str(tmp_path), dtype="float32")
+    assert tokenizer.end_token_ids == model.config.eos_token_ids == (2, 5, 9)
+    assert tokenizer.generation_defaults == defaults
+    free, = generate(model, [[7, 8]], 30, stop_token_ids=())
+    model.config = dataclasses.replace(model.config, eos_token_ids=(free.token_ids[2],))
+    run, = generate(model, [[7, 8]], 30)
+    assert run.finish_reason == "stop" and run.token_ids == free.token_ids[:free.token_ids.index(free.token_ids[2]) + 1]
 
 
 # ---- what does not fit is named -----------------------------------------------------------------------------------

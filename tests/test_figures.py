@@ -211,10 +211,10 @@ def test_the_static_frames_make_the_point_alone():
     assert "16.1 GB (15.0 GiB)" in drawn
     assert "131,072 B for each token" in drawn
     assert "fits on 1 of 3 devices shown" in drawn
-    assert "does not fit: holds 7 people at most" in drawn
+    assert "does not fit: room for 7 people" in drawn
     assert "1,260 so far" in loops
     assert "51 so far" in loops
-    assert "24.7 times the work for the same 40 tokens" in loops
+    assert "24.7 times the tokens for the same 40 tokens" in loops
 
 
 def test_a_models_name_is_escaped():
@@ -364,7 +364,7 @@ def test_the_figures_answer_the_keyboard(page):
     page.keyboard.press("End")
     page.get_by_role("slider", name="Step").focus()
     page.keyboard.press("Home")
-    assert "1.00 times the work for the same 1 token." in page.locator(".kvf-readout").text_content()
+    assert "1.00 times the tokens for the same 1 token." in page.locator(".kvf-readout").text_content()
 
 
 @pytest.mark.browser
@@ -408,7 +408,7 @@ def test_the_replay_plays_to_its_end_and_stops(page):
     page.get_by_role("button", name="Play").click()
     page.get_by_role("button", name="Pause").wait_for()
     page.get_by_role("button", name="Play").wait_for(timeout=20_000)
-    assert "24.7 times the work for the same 40 tokens" in page.locator(".kvf-readout").text_content()
+    assert "24.7 times the tokens for the same 40 tokens" in page.locator(".kvf-readout").text_content()
     assert page.locator(".kvf-readout").get_attribute("aria-live") == "polite"
 
 

@@ -19,6 +19,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -365,12 +366,14 @@ class Tokenizer:
         chat_template: Jinja source, or None.
         special_tokens: names that templates use, such as ``bos_token``.
         end_token_ids: tokens that end an answer.
+        generation_defaults: what the checkpoint's authors recommend, as ``generation_config.json`` has it.
     """
 
     def __init__(self, backend, chat_template: str | None = None, special_tokens: dict[str, str] | None = None,
-                 end_token_ids: Iterable[int] = ()):
+                 end_token_ids: Iterable[int] = (), generation_defaults: dict | None = None):
         self.backend, self.chat_template = backend, chat_template
         self.special_tokens, self.end_token_ids = special_tokens or {}, tuple(end_token_ids)
+        self.generation_defaults = generation_defaults or {}
 
     @property
     def vocab_size(self) -> int:
@@ -518,7 +521,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     for source in ("generation_config.json", "config.json"):
         eos = _read_json(folder / source, {}).get("eos_token_id")
         ends |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
-    return Tokenizer(backend, template, named, sorted(ends))
+    return Tokenizer(backend, template, named, sorted(ends), _read_json(folder / "generation_config.json", {}))
 
 
 def _read_json(path: Path, default=None):
@@ -609,6 +612,8 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
     else:
         config, tokenizer = _folder_config(path), tokenizer_from_folder(path)
         source = SafetensorsSource(path)
+    if tokenizer.end_token_ids:                            # chat models end at more tokens than the config says
+        config = replace(config, eos_token_ids=tokenizer.end_token_ids)
     with torch.device("meta"):
         model = Transformer(config, layer)
     fill(model, source, dtype, device)

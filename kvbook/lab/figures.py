@@ -181,12 +181,12 @@ def summarize(choice: Mapping[str, object], planned: Mapping[str, object]) -> st
 
 def verdict(device: Mapping[str, object]) -> str:
     """Say how one device of a plan fares."""
-    room = f"holds {_plural(device['people'])} at most" if device["people"] else "not even one person"
+    room = f"room for {_plural(device['people'])}" if device["people"] else "not even one person"
     if not device["fits"]:
         return f"does not fit: {room}"
     if not device["step_s"]:
         return f"fits: {room}"
-    return f"fits: {room}, a step ≥\N{NO-BREAK SPACE}{three_digits(device['step_s'] * 1000)}\N{NO-BREAK SPACE}ms"
+    return f"fits: {room}, reading it takes\N{NO-BREAK SPACE}{three_digits(device['step_s'] * 1000)}\N{NO-BREAK SPACE}ms"
 
 # %% ../../nbs/91_figures.ipynb #300dfa05
 WEIGHT_BYTES_PER_PARAM = {"fp32": 4, "bf16": 2, "8-bit": 1, "4-bit": 0.5}
@@ -293,7 +293,7 @@ def planner(models: Sequence[Mapping[str, object]], devices: Sequence[Mapping[st
     data["people"] = sorted({*geometric_steps(max(max_people, choice["people"])), choice["people"]})
     return Figure("memory_planner", data, caption or (
         "The weights are paid once, the KV cache once for each person: so the context decides how many fit. "
-        "What a program needs beside these comes on top. A step reads all of it once, so it takes at least these bytes "
+        "What a program needs beside these comes on top. A decode step reads nearly all of it, which takes these bytes "
         "over the device's bandwidth. GB = 10⁹ bytes, GiB = 2³⁰ bytes."),
         "Memory planner: which devices hold a model's weights and everybody's KV cache", _planner_html(data))
 
@@ -326,7 +326,7 @@ def readout(trace: Mapping[str, object], step: int) -> dict[str, str]:
                         for name in ("uncached", "cached"))
     return {"uncached": f"Without a cache: {uncached}.",
             "cached": f"With a cache: {cached}, and {format_bytes(counted['kept_bytes'])} are kept.",
-            "ratio": f"{three_digits(counted['ratio'])} times the work for the same {_tokens(step)}."}
+            "ratio": f"{three_digits(counted['ratio'])} times the tokens for the same {_tokens(step)}."}
 
 
 def _two_loops_html(trace: Mapping[str, object]) -> str:

@@ -69,6 +69,8 @@ DEVICES = {device.name: device for device in (
 )}
 
 # %% ../../nbs/00_two_walls.ipynb #5d864e74
+#| code-fold: true
+#| code-summary: StepCost, the four counts of a step
 @dataclass(frozen=True)
 class StepCost:
     """What one pass over the model asks of the machine.
@@ -119,21 +121,21 @@ def step_cost(config: ModelConfig, loads: Sequence[tuple[int, int]],
                              "1 ≤ new ≤ total is needed")
     tokens = sum(new for new, _ in loads)
     seen = sum(new * total - new * (new - 1) // 2 for new, total in loads)  # rows see up to themselves
-    head = config.vocab_size * config.hidden_size
+    head = config.vocab_size * config.hidden_size                           # the vocabulary's matrix
     per_layer_pair = 4 * config.num_heads * config.head_dim                 # score and weighted sum
     per_token = CacheSpec.of(config, kv_dtype).bytes_per_token
     return StepCost(
         linear_flop=2 * ((config.num_matmul_params() - head) * tokens + head * len(loads)),
         attention_flop=config.num_layers * per_layer_pair * seen,
         weight_bytes=config.num_matmul_params() * kv_format(weight_dtype).bits / 8,
-        kv_bytes=per_token * sum(new + total for new, total in loads),
+        kv_bytes=per_token * sum(new + total for new, total in loads),      # written, then read
     )
 
 
 def roofline_seconds(cost: StepCost, device: Device, dtype: str = "bfloat16") -> float:
     """The least time that a step can take on a device, in seconds."""
-    device.ridge(dtype)
-    return max(cost.flop / device.flop_per_s[dtype], cost.bytes / device.bandwidth_bytes_per_s)
+    peak = device.ridge(dtype) * device.bandwidth_bytes_per_s
+    return max(cost.flop / peak, cost.bytes / device.bandwidth_bytes_per_s)
 
 # %% ../../nbs/00_two_walls.ipynb #f341a4e9
 #| code-fold: true

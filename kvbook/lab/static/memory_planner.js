@@ -38,9 +38,9 @@ export function summarize(choice, planned, devices) {
 
 /** Say how one device fares. */
 export function verdict(device) {
-  const room = device.people ? `holds ${plural(device.people)} at most` : "not even one person";
+  const room = device.people ? `room for ${plural(device.people)}` : "not even one person";
   if (!device.fits) return `does not fit: ${room}`;
-  return device.step_s === null ? `fits: ${room}` : `fits: ${room}, a step ≥\u00a0${threeDigits(device.step_s * 1000)}\u00a0ms`;
+  return device.step_s === null ? `fits: ${room}` : `fits: ${room}, reading it takes\u00a0${threeDigits(device.step_s * 1000)}\u00a0ms`;
 }
 
 function row(device, memoryBytes, planned) {

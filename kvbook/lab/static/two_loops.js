@@ -24,7 +24,7 @@ export function readout(data, step) {
   return {
     uncached: `Without a cache: ${now("uncached", counted.uncached)}.`,
     cached: `With a cache: ${now("cached", counted.cached)}, and ${formatBytes(counted.kept_bytes)} are kept.`,
-    ratio: `${threeDigits(counted.ratio)} times the work for the same ${tokens(step)}.`,
+    ratio: `${threeDigits(counted.ratio)} times the tokens for the same ${tokens(step)}.`,
   };
 }
 
