@@ -262,7 +262,7 @@ def key(notebook: NotebookNode, flags: frozenset[str] = frozenset(), root: Path 
     """A hash of everything that the outputs of a translated notebook depend on.
 
     That is: the code that runs, the modules of the package that it imports (transitively), the data files of those
-    modules, which optional cells run, and the minor version of Python.
+    modules, which optional cells run, the pinned requirements, and the minor version of Python.
 
     Args:
         notebook: a translated notebook.
@@ -276,7 +276,7 @@ def key(notebook: NotebookNode, flags: frozenset[str] = frozenset(), root: Path 
     modules = dependencies((c.source for c in cells), root)
     parts = [
         [[c.source, "skip-execution" in c.metadata.get("tags", ())] for c in cells],
-        content_hash([*modules.values(), *data_files(modules, root)], root),
+        content_hash([*modules.values(), *data_files(modules, root), *root.glob("requirements.txt")], root),
         sorted(flags),
         sys.version_info[:2],
     ]
