@@ -16,7 +16,7 @@ from kvbook.compute.model import (
     generate,
     greedy_steps,
 )
-from kvbook.control.config import ModelConfig
+from kvbook.control.config import LayerSpec, ModelConfig
 
 FAMILIES = {"LlamaForCausalLM": "LlamaConfig", "Qwen2ForCausalLM": "Qwen2Config", "Qwen3ForCausalLM": "Qwen3Config"}
 ROPES = {
@@ -140,7 +140,7 @@ def test_chunks_of_any_size_give_the_same_hidden_states(tiny, sizes, lengths):
 def test_causal_attention_in_words(group, kv_heads, new, old):
     q, k, v = torch.randn(new, group * kv_heads, 16), torch.randn(old + new, kv_heads, 16), \
         torch.randn(old + new, kv_heads, 24)
-    out = causal_attention(q, k, v, 0.3)
+    out = causal_attention(q, k, v, LayerSpec(group * kv_heads, kv_heads, 16, 24, 0.3))
     for i in range(new):
         for head in range(group * kv_heads):
             seen = old + i + 1

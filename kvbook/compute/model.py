@@ -76,19 +76,19 @@ class Batch:
         )
 
 # %% ../../nbs/00a_model.ipynb #37aaa64e
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec) -> Tensor:
     """Attention of one request's new rows over everything that it remembers, these rows included.
 
     Args:
         q: [Tq, num_heads, head_dim], the last Tq rows of the sequence.
         k: [S, num_kv_heads, head_dim], S ≥ Tq.
         v: [S, num_kv_heads, value_dim].
-        scale: factor on the scores.
+        spec: the layer; only its scale counts here. Windows and soft-caps are chapter 1's.
 
     Returns:
         [Tq, num_heads, value_dim].
     """
-    num_new, num_seen = len(q), len(k)
+    num_new, num_seen, scale = len(q), len(k), spec.scale
     if num_new == 1:                                    # sees everything: no mask, and each key is read once a group
         return _grouped_decode(q, k[None], v[None], scale)
     mask = None
@@ -108,10 +108,15 @@ def _grouped_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor 
 
 # %% ../../nbs/00a_model.ipynb #c2ed80ea
 class NoCache:
-    """Remembers nothing: each step must bring the whole sequence. The naive twin of every cache."""
+    """Remembers nothing: each step must bring the whole sequence. The naive twin of every cache.
 
-    def __init__(self, specs: Sequence[LayerSpec]):
-        self.specs = specs
+    Args:
+        specs: one `LayerSpec` a layer.
+        attention: ``attention(q, k, v, spec)``, as `causal_attention`.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], attention: Callable = causal_attention):
+        self.specs, self.attention = specs, attention
 
     def view(self, batch: Batch) -> "NoCache":
         """This step's view of the cache; valid until the next one."""
@@ -124,13 +129,15 @@ class NoCache:
         Args:
             layer: index of the asking layer.
             q: [T, num_heads, head_dim].
-            k, v: [T, num_kv_heads, head_dim].
+            k: [T, num_kv_heads, head_dim].
+            v: [T, num_kv_heads, value_dim]; None where the value is a part of the key.
 
         Returns:
             [T, num_heads, value_dim].
         """
-        scale = self.specs[layer].scale
-        return torch.cat([causal_attention(q[a:b], k[a:b], v[a:b], scale)
+        spec = self.specs[layer]
+        v = k[..., :spec.value_dim] if v is None else v
+        return torch.cat([self.attention(q[a:b], k[a:b], v[a:b], spec)
                           for a, b in zip(self._bounds, self._bounds[1:], strict=False)])
 
 # %% ../../nbs/00a_model.ipynb #85bde466
@@ -143,15 +150,16 @@ class ContiguousCache:
         capacity: tokens in a row.
         dtype: of the stored elements.
         device: where they are stored.
+        attention: ``attention(q, k, v, spec)``, as `causal_attention`.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], num_requests: int, capacity: int,
-                 dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"):
-        self.specs, self.capacity = specs, capacity
+    def __init__(self, specs: Sequence[LayerSpec], num_requests: int, capacity: int, dtype: torch.dtype = torch.bfloat16,
+                 device: str | torch.device = "cpu", attention: Callable = causal_attention):
+        self.specs, self.capacity, self.attention = specs, capacity, attention
         empty = lambda spec, dim: torch.zeros(num_requests, capacity, spec.num_kv_heads, dim,
                                               dtype=dtype, device=device)
         self.keys = [empty(spec, spec.head_dim) for spec in specs]       # [num_requests, capacity, n_kv, head_dim]
-        self.values = [empty(spec, spec.value_dim) for spec in specs]    # [num_requests, capacity, n_kv, value_dim]
+        self.values = [empty(spec, 0 if spec.value_in_key else spec.value_dim) for spec in specs]
 
     @property
     def num_bytes(self) -> int:
@@ -185,19 +193,22 @@ class ContiguousView:
             layer: index of the asking layer.
             q: [T, num_heads, head_dim].
             k: [T, num_kv_heads, head_dim].
-            v: [T, num_kv_heads, value_dim].
+            v: [T, num_kv_heads, value_dim]; None where the value is a part of the key.
 
         Returns:
             [T, num_heads, value_dim].
         """
-        keys, values, scale = self.cache.keys[layer], self.cache.values[layer], self.cache.specs[layer].scale
+        keys, values, spec = self.cache.keys[layer], self.cache.values[layer], self.cache.specs[layer]
         keys.flatten(0, 1)[self.slots] = k.to(keys.dtype)
-        values.flatten(0, 1)[self.slots] = v.to(values.dtype)
-        if self.is_decode:
+        if spec.value_in_key:
+            values = keys[..., :spec.value_dim]
+        else:
+            values.flatten(0, 1)[self.slots] = v.to(values.dtype)
+        if self.is_decode and self.cache.attention is causal_attention:
             k, v = keys[self.picked, :self.longest], values[self.picked, :self.longest]
-            return _grouped_decode(q, k.to(q.dtype), v.to(q.dtype), scale, self.mask)
+            return _grouped_decode(q, k.to(q.dtype), v.to(q.dtype), spec.scale, self.mask)
         parts = zip(self.rows, self.seq_lens, self.bounds, self.bounds[1:], strict=False)
-        return torch.cat([causal_attention(q[a:b], keys[row, :n].to(q.dtype), values[row, :n].to(q.dtype), scale)
+        return torch.cat([self.cache.attention(q[a:b], keys[row, :n].to(q.dtype), values[row, :n].to(q.dtype), spec)
                           for row, n, a, b in parts])
 
 # %% ../../nbs/00a_model.ipynb #45c04586
@@ -205,12 +216,12 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Angular speed of each channel pair, with the model's context scaling applied.
 
     Returns:
-        float32 [head_dim / 2] in radians per position, and the factor that yarn puts on cosine and sine (else 1).
+        float32 [rope_dim / 2] in radians per position, and the factor that yarn puts on cosine and sine (else 1).
 
     Source: Llama 3 and YaRN as `transformers.modeling_rope_utils` defines them (`_compute_llama3_parameters`,
     `_compute_yarn_parameters`), which checkpoints rely on.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float32, device="cpu") / config.rope_dim
     speed, scaling = config.rope_theta ** -exponents, config.rope_scaling or {}
     kind = rope_type(scaling)
     if kind == "linear":
@@ -230,12 +241,12 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 def _yarn_frequencies(config: ModelConfig, speed: Tensor, scaling) -> tuple[Tensor, float]:
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-    pair = lambda turns: config.head_dim * math.log(original / (turns * 2 * math.pi), config.rope_theta) / 2
+    pair = lambda turns: config.rope_dim * math.log(original / (turns * 2 * math.pi), config.rope_theta) / 2
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
-    ramp = (torch.arange(config.head_dim // 2, device="cpu").float() - low) / max(high - low, 0.001)
+    low, high = max(low, 0), min(high, config.rope_dim - 1)
+    ramp = (torch.arange(config.rope_dim // 2, device="cpu").float() - low) / max(high - low, 0.001)
     keep = 1 - ramp.clamp(0, 1)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -369,7 +380,7 @@ class Transformer(nn.Module):
         """
         angles = positions[:, None, None].float() * self.rope_speed
         rope = ((angles.cos() * self.rope_factor).to(self.dtype), (angles.sin() * self.rope_factor).to(self.dtype))
-        x, outputs = self.embed_tokens(token_ids), {}
+        x, outputs = self.embed_tokens(token_ids) * self.config.embedding_scale, {}
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, cache)
             if index in taps:
@@ -380,7 +391,8 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden_size]; returns float32 [S, vocab_size]."""
         head = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return F.linear(hidden, head).float()
+        logits, cap = F.linear(hidden, head).float(), self.config.final_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 # %% ../../nbs/00a_model.ipynb #d93fb81b
 @dataclass
@@ -424,8 +436,8 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_tok
 
 # %% ../../nbs/00a_model.ipynb #871ff160
 def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *,
-                 stop_token_ids: Sequence[int] | None = None, use_cache: bool = True,
-                 max_model_len: int | None = None) -> Iterator[list[Generation]]:
+                 stop_token_ids: Sequence[int] | None = None, use_cache: bool = True, max_model_len: int | None = None,
+                 attention: Callable = causal_attention) -> Iterator[list[Generation]]:
     """Decode all prompts together, always taking the likeliest token; yield after every step.
 
     Args:
@@ -435,6 +447,7 @@ def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_token
         stop_token_ids: tokens that end an answer; by default the model's own.
         use_cache: keep keys and values, or compute the whole sequence at every step.
         max_model_len: limit on prompt and answer together, in tokens; by default the model's.
+        attention: ``attention(q, k, v, spec)``; models with windows or soft-caps need chapter 1's.
 
     Yields:
         the same list of `Generation` each time, one a prompt, grown by the step.
@@ -446,13 +459,13 @@ def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_token
     check_prompts(model.config, prompts, max_tokens, limit)
     stops = set(model.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
     runs = [Generation(list(prompt)) for prompt in prompts]
-    return _greedy_loop(model, runs, max_tokens, stops, limit, use_cache)
-
-
-def _greedy_loop(model, runs, max_tokens, stops, limit, use_cache) -> Iterator[list[Generation]]:
     capacity = min(limit, max((len(run.prompt_token_ids) for run in runs), default=0) + max_tokens)
-    cache = (ContiguousCache(model.specs, len(runs), capacity, model.dtype, model.device)
-             if use_cache else NoCache(model.specs))
+    cache = (ContiguousCache(model.specs, len(runs), capacity, model.dtype, model.device, attention)
+             if use_cache else NoCache(model.specs, attention))
+    return _greedy_loop(model, runs, cache, capacity, max_tokens, stops, limit, use_cache)
+
+
+def _greedy_loop(model, runs, cache, capacity, max_tokens, stops, limit, use_cache) -> Iterator[list[Generation]]:
     known = [0] * len(runs)                                      # tokens whose keys and values are remembered
     while live := [i for i, run in enumerate(runs) if run.finish_reason is None]:
         tokens = [runs[i].prompt_token_ids + runs[i].token_ids for i in live]
@@ -485,9 +498,9 @@ def _likeliest(model: Transformer, batch: Batch, cache) -> list[int | None]:
 
 def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *,
              stop_token_ids: Sequence[int] | None = None, use_cache: bool = True,
-             max_model_len: int | None = None) -> list[Generation]:
+             max_model_len: int | None = None, attention: Callable = causal_attention) -> list[Generation]:
     """Run `greedy_steps` to its end; arguments and errors are its own. Returns one `Generation` a prompt."""
     steps = greedy_steps(model, prompts, max_tokens, stop_token_ids=stop_token_ids, use_cache=use_cache,
-                         max_model_len=max_model_len)
+                         max_model_len=max_model_len, attention=attention)
     last = deque(steps, maxlen=1)
     return last[0] if last else []
