@@ -7,6 +7,7 @@ __all__ = ['HELLO', 'stream_answer', 'cache_line', 'run_generate', 'run_hello', 
 # %% ../nbs/00d_cli.ipynb #0731381d
 import argparse
 import http.server
+import io
 import os
 import signal
 import socketserver
@@ -33,7 +34,8 @@ def stream_answer(loaded, prompt: Sequence[int], max_tokens: int, out=None):
     """
     from kvbook.compute.model import greedy_steps
 
-    out, stream, pieces, run = out or sys.stdout, loaded.tokenizer.stream(), [], None
+    out = out or sys.stdout or io.StringIO()               # a process may have been started without an output
+    stream, pieces, run = loaded.tokenizer.stream(), [], None
     steps = greedy_steps(loaded.model, [list(prompt)], max_tokens, stop_token_ids=loaded.tokenizer.end_token_ids)
     try:
         for run, in steps:
@@ -124,13 +126,13 @@ def run_chat(args) -> None:
 # %% ../nbs/00d_cli.ipynb #1301ca6c
 def run_info(args) -> None:
     """Config, parameters, bytes per token, and what fits here."""
-    from kvbook.compute.checkpoint import read_config
+    from kvbook.compute.checkpoint import as_device, read_config
     from kvbook.control.config import KV_FORMATS, CacheSpec
     from kvbook.lab.figures import format_bytes
     from kvbook.lab.hardware import available_bytes
 
     config = read_config(args.model)
-    weights, free = 2 * config.num_params(), available_bytes(args.device)
+    weights, free = 2 * config.num_params(), available_bytes(as_device(args.device))
     print(f"{args.model}: {config.architecture}, {config.num_layers} layers of {config.hidden_size}, "
           f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}, "
           f"vocabulary {config.vocab_size:,}, context {config.max_position_embeddings:,} tokens")
@@ -207,15 +209,15 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument("--device", default="cpu")
     info.set_defaults(run=run_info)
     book = verbs.add_parser("book", help="serve the built book on this machine")
-    book.add_argument("--port", type=_positive, default=None)
+    book.add_argument("--port", type=partial(_positive, most=65_535), default=None)
     book.set_defaults(run=run_book)
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def _positive(text: str, most: int = 10**9) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
     return number
 
 

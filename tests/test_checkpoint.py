@@ -509,3 +509,137 @@ print((peak - before) / model.num_weight_bytes)
 def test_loading_needs_little_more_than_the_weights(dtype):
     done = subprocess.run([sys.executable, "-c", _MEASURE, dtype], capture_output=True, text=True, check=True)
     assert 0.9 < float(done.stdout) <= 1.3, done.stdout
+
+
+# ---- damage of every kind -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    random_peer(folder, "LlamaForCausalLM", 4, 2, 32)
+    write_gguf(folder / "m.gguf", folder, "llama", json.loads((folder / "config.json").read_text()))
+    return folder / "m.gguf"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_flipped_header_bits_never_escape_and_never_move_weights(small_gguf, tmp_path_factory, data):
+    """A changed bit before the weights is refused with the file's name, or leaves every weight as it was."""
+    whole = small_gguf.read_bytes()
+    header = len(whole) - sum(p.numel() * 4 for p in load(str(small_gguf), dtype="float32").model.parameters())
+    at, bit = data.draw(st.integers(0, header - 1)), data.draw(st.integers(0, 7))
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1:])
+    try:
+        flipped = load(str(path), dtype="float32").model
+    except ValueError as error:
+        assert "flipped.gguf" in str(error)
+        return
+    for name, weight in load(str(small_gguf), dtype="float32").model.named_parameters():
+        assert torch.equal(weight, flipped.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"num_hidden_layers": 2**30}, "num_layers"),
+    ({"num_hidden_layers": 4}, "4 layers and the weights have 3"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differ between layers"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "factor"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "low_freq_factor"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps"), ({"rms_norm_eps": "x"}, "rms_norm_eps"), ({"head_dim": 0}, "head_dim"),
+    ({"hidden_size": "64"}, "damaged"), ({"architectures": {"a": 1}}, "damaged"), ({"num_attention_heads": []}, ""),
+])
+def test_odd_configs_name_the_folder(tmp_path, change, words):
+    folder = folder_with(tmp_path, change)
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    assert words in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json",
+                                  "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", ["[]", "null", "3", '{"weight_map": [], "eos_token_id": {}, "chat_template": 5}'])
+def test_odd_json_is_a_value_error(tmp_path, name, content):
+    folder = folder_with(tmp_path)
+    (tmp_path / name).write_text(content)
+    try:
+        load(folder)
+    except ValueError as error:
+        assert str(tmp_path) in str(error)
+
+
+def test_indexes_stay_inside_their_folder(tmp_path):
+    folder = folder_with(tmp_path / "a")
+    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "outside.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "outside.safetensors"), "../outside.safetensors")}
+    (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="not a file of its folder"):
+        load(folder)
+
+
+def test_tensors_that_are_there_twice_or_are_no_numbers(tmp_path):
+    folder = folder_with(tmp_path / "a")
+    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "a" / "again.safetensors")
+    with pytest.raises(ValueError, match="is there twice"):
+        load(folder)
+    (tmp_path / "a" / "again.safetensors").unlink()
+    weights = {name: tensor.to(torch.int8) for name, tensor in load_file(tmp_path / "a" / "model.safetensors").items()}
+    save_file(weights, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds torch\.int8, not floating-point"):
+        load(folder)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"dtype": torch.int8}, "dtype=torch.int8"), ({"dtype": 5}, "dtype=5"), ({"dtype": "float64"}, "float64"),
+    ({"device": "nonsense"}, "nonsense"), ({"device": "cuda:7"}, "cuda:7"), ({"device": None}, "None"),
+])
+def test_odd_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        load(**options)
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x", "x" * 5000])
+def test_odd_names_are_refused(name):
+    with pytest.raises(ValueError, match="model"):
+        load(name)
+
+
+def test_a_single_safetensors_file_says_what_to_give(tmp_path):
+    folder_with(tmp_path)
+    with pytest.raises(ValueError, match="give the folder"):
+        load(str(tmp_path / "model.safetensors"))
+
+
+def test_a_home_in_the_cache_s_name(monkeypatch):
+    monkeypatch.setenv("KVBOOK_CACHE", "~/models")
+    assert checkpoint.cache_dir() == Path.home() / "models"
+
+
+def test_text_that_is_not_unicode(loaded):
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        loaded.tokenizer.encode("h\udcff")
+
+
+@pytest.mark.parametrize("template", ["{{ 1/0 }}", "{{ 'a' + 1 }}", "{% include 'x' %}", "{{ messages[7].content }}"])
+def test_broken_templates_are_value_errors(loaded, template):
+    tokenizer = checkpoint.Tokenizer(loaded.tokenizer.backend, template)
+    with pytest.raises(ValueError, match="refuses this conversation"):
+        tokenizer.chat([{"role": "user", "content": "x"}])
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 258), max_size=12))
+def test_byte_fallback_tokenizers_stream_without_errors(ids):
+    """Tokenizers that spell rare characters in byte tokens, as Llama 2 has them."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"Hi": 256, "x": 257, "é": 258}
+    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = checkpoint.Tokenizer(backend)
+    stream = tokenizer.stream()
+    text = "".join(stream.push(token) for token in ids) + stream.finish()
+    whole = tokenizer.decode(ids)
+    assert text == whole or "\ufffd" in whole

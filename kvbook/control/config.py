@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['KV_FORMATS', 'HF_ARCHITECTURES', 'GGUF_ARCHITECTURES', 'ROPE_TYPES', 'KNOWN_MODELS', 'KVFormat', 'kv_format',
-           'LayerSpec', 'ModelConfig', 'hf_architecture', 'hf_fields', 'rope_type', 'LayerGroup', 'layer_groups',
-           'CacheSpec']
+           'LayerSpec', 'ModelConfig', 'hf_architecture', 'hf_fields', 'require_positive', 'check_rope_scaling',
+           'rope_type', 'LayerGroup', 'layer_groups', 'CacheSpec']
 
 # %% ../../nbs/00c_config.ipynb #3b9100c5
 from collections.abc import Collection, Mapping
@@ -136,15 +136,17 @@ class ModelConfig:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
                      "vocab_size", "max_position_embeddings"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config field {name!r} must be a positive integer, got {value!r}")
+            most = 10_000 if name == "num_layers" else 2**31
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"config field {name!r} must be an integer from 1 to {most:,}, got {value!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            require_positive(getattr(self, name), f"config field {name!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of channels")
-        if self.rope_scaling and rope_type(self.rope_scaling) not in ROPE_TYPES:
-            raise ValueError(f"rope_type={rope_type(self.rope_scaling)!r} is not supported; "
-                             f"known: {', '.join(ROPE_TYPES)}")
+        if self.rope_scaling:
+            check_rope_scaling(self.rope_scaling, self.rope_dim)
 
     @property
     def rope_dim(self) -> int:
@@ -204,19 +206,28 @@ class ModelConfig:
             known = ", ".join(GGUF_ARCHITECTURES)
             raise ValueError(f"architecture {family!r} is not supported; known in GGUF files: {known}")
         get = lambda key, default=None: metadata.get(f"{family}.{key}", default)
+        refused = {"attention.sliding_window": 0, "rope.scale_linear": 1.0}
+        for key, harmless in refused.items():
+            if get(key, harmless) != harmless:
+                raise ValueError(f"{family}.{key}={get(key)!r} is not supported")
         need = lambda key: _required(metadata, f"{family}.{key}")
         heads = need("attention.head_count")
+        head_dim = get("attention.key_length", need("embedding_length") // heads)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if get(key, head_dim) != head_dim:
+                raise ValueError(f"{family}.{key}={get(key)!r} differs from the head size {head_dim}: not supported")
         scaling = {"rope_type": "factors", "factors": list(rope_factors)} if rope_factors else None
         if get("rope.scaling.type", "none") not in ("none", None):
+            if scaling:
+                raise ValueError("the file scales its rotary embeddings twice (rope_freqs and rope.scaling.type)")
             scaling = {"rope_type": get("rope.scaling.type"), "factor": get("rope.scaling.factor"),
                        "original_max_position_embeddings": get("rope.scaling.original_context_length")}
         eos = metadata.get("tokenizer.ggml.eos_token_id")
         return cls(
             architecture=family, num_layers=need("block_count"), hidden_size=need("embedding_length"),
-            num_heads=heads, num_kv_heads=get("attention.head_count_kv") or heads,
-            head_dim=get("attention.key_length") or need("embedding_length") // heads,
+            num_heads=heads, num_kv_heads=get("attention.head_count_kv", heads), head_dim=head_dim,
             intermediate_size=need("feed_forward_length"),
-            vocab_size=get("vocab_size") or len(_required(metadata, "tokenizer.ggml.tokens")),
+            vocab_size=get("vocab_size", len(_required(metadata, "tokenizer.ggml.tokens"))),
             max_position_embeddings=need("context_length"),
             rms_norm_eps=get("attention.layer_norm_rms_epsilon", 1e-6),
             rope_theta=float(get("rope.freq_base", 10_000.0)), rope_scaling=scaling,
@@ -243,19 +254,25 @@ def hf_fields(config: Mapping) -> dict:
     Raises:
         ValueError: naming a field that is missing.
     """
+    for name, harmless in (("quantization_config", None), ("partial_rotary_factor", 1.0)):
+        if config.get(name) not in (None, harmless):
+            raise ValueError(f"{name}={config[name]!r} is not supported")
     rope = dict(config.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError("rope_parameters that differ between layers are not supported")
     scaling = config.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} or None)
     if scaling and rope_type(scaling) == "default":
         scaling = None
     eos, heads = config.get("eos_token_id"), _required(config, "num_attention_heads")
     return {
         "num_layers": _required(config, "num_hidden_layers"), "hidden_size": _required(config, "hidden_size"),
-        "num_heads": heads, "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or _required(config, "hidden_size") // heads,
+        "num_heads": heads, "num_kv_heads": _given(config, "num_key_value_heads", heads),
+        "head_dim": _given(config, "head_dim", _required(config, "hidden_size") // heads),
         "intermediate_size": _required(config, "intermediate_size"), "vocab_size": _required(config, "vocab_size"),
         "max_position_embeddings": _required(config, "max_position_embeddings"),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0), "rope_scaling": scaling,
+        "rope_theta": float(_given(config, "rope_theta", _given(rope, "rope_theta", 10_000.0))),
+        "rope_scaling": scaling,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         "bos_token_id": config.get("bos_token_id"),
@@ -263,9 +280,41 @@ def hf_fields(config: Mapping) -> dict:
     }
 
 
+def require_positive(value, what: str) -> None:
+    """Raise ValueError unless `value` is a finite number above 0; `what` names it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{what} must be a number above 0, got {value!r}")
+
+
+def check_rope_scaling(scaling: Mapping, rope_dim: int) -> None:
+    """Refuse a ``rope_scaling`` entry that cannot be followed.
+
+    Raises:
+        ValueError: naming an unknown type, or a number that is missing or impossible.
+    """
+    kind = rope_type(scaling)
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+    needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                                                                     "original_max_position_embeddings")}
+    for name in needed.get(kind, ()):
+        require_positive(scaling.get(name), f"rope_scaling of type {kind!r}: {name}")
+    if scaling.get("original_max_position_embeddings") is not None:
+        require_positive(scaling["original_max_position_embeddings"], "rope_scaling: original_max_position_embeddings")
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError("rope_scaling: low_freq_factor must be below high_freq_factor")
+    if kind == "factors" and len(scaling["factors"]) != rope_dim // 2:
+        raise ValueError(f"rope_scaling: {len(scaling['factors'])} factors, expected {rope_dim // 2}")
+
+
 def rope_type(scaling: Mapping) -> str:
     """The kind of a ``rope_scaling`` entry, whichever of its two spellings it uses."""
     return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _given(config: Mapping, key: str, default):
+    value = config.get(key)
+    return default if value is None else value
 
 
 def _required(config: Mapping, key: str):
@@ -349,8 +398,8 @@ class CacheSpec:
     block_size: int = 16
 
     def __post_init__(self):
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be at least 1")
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size!r} must be an integer of at least 1")
         for group in self.groups:     # a format that does not fit is refused now, not when memory is needed
             group.spec.bytes_per_token(self.kv_dtype)
 

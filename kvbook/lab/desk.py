@@ -217,6 +217,8 @@ def seats_paged(config: ModelConfig, kv_dtype: str, box_bytes: int, shared_token
     """People who fit when each holds pages for `tokens`, of which `shared_tokens` are stored once for all."""
     spec = CacheSpec.of(config, kv_dtype)
     shared = shared_tokens // spec.block_size
+    if not 0 <= shared_tokens < tokens or box_bytes < shared * spec.bytes_per_page:
+        raise ValueError(f"shared_tokens={shared_tokens} must be below tokens={tokens} and fit into {box_bytes} bytes")
     return (box_bytes // spec.bytes_per_page - shared) // (spec.pages_per_request(tokens) - shared)
 
 

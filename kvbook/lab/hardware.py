@@ -162,7 +162,7 @@ def median_seconds(run: Callable[[], object], repeats: int = 5,
 
 def available_bytes(device="cpu") -> int:
     """Memory that is free now on a torch device: of the GPU, or of the host."""
-    if str(device) != "cpu":
+    if not str(device).startswith("cpu"):
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
