@@ -262,15 +262,18 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # %% ../../nbs/00a_model.ipynb #8c0d95e8
 class RMSNorm(nn.Module):
-    """x / root-mean-square(x) · weight over the last dimension, computed in float32."""
+    """x / root-mean-square(x) · (offset + weight) over the last dimension; the offset is 1 in Gemma, else 0."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.offset = nn.Parameter(torch.ones(size)), eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size]; returns the same shape and dtype."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        scale = self.offset + self.weight.float()              # in 16 bits the sum would lose the weight's low bits
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -345,7 +348,7 @@ class Transformer(nn.Module):
         table = torch.empty(config.vocab_size, config.hidden_size).uniform_(-1, 1)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         speed, self.rope_factor = rope_frequencies(config)
@@ -381,7 +384,9 @@ class Transformer(nn.Module):
         """
         angles = positions[:, None, None].float() * self.rope_speed
         rope = ((angles.cos() * self.rope_factor).to(self.dtype), (angles.sin() * self.rope_factor).to(self.dtype))
-        x, outputs = self.embed_tokens(token_ids) * self.config.embedding_scale, {}
+        x, outputs = self.embed_tokens(token_ids), {}
+        if self.config.embedding_scale != 1:                   # rounded to the dtype of the weights, as Gemma does
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
         for index, layer in enumerate(self.layers):
             x = layer(x, rope, cache)
             if index in taps:

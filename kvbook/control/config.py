@@ -127,6 +127,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     embedding_scale: float = 1.0
+    norm_offset: float = 0.0
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -285,7 +286,7 @@ def require_positive(value, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError(f"{what} must be a number above 0, got {value!r}")
 
-
+# %% ../../nbs/00c_config.ipynb #e26e309b
 def check_rope_scaling(scaling: Mapping, rope_dim: int) -> None:
     """Refuse a ``rope_scaling`` entry that cannot be followed.
 
