@@ -15,6 +15,7 @@ from kvbook.lab.desk import (
     load_turns,
     logbook,
     save_turns,
+    score_multi_head_twin,
     score_two_walls,
     seats_paged,
     seats_reserved,
@@ -107,6 +108,12 @@ def test_the_first_row():
     assert row.counts.steps >= row.counts.delivered / 2                # two seats deliver two tokens a step at most
     text, html = repr(Scoreboard([row])), Scoreboard([row])._repr_html_()
     assert "23,040" in text and "<td>23,040</td>" in html
+
+
+def test_the_multi_head_twin_serves_nobody():
+    row = score_multi_head_twin()
+    assert (row.bytes_per_token, row.people, row.projected, row.counts) == (69_120, 0, 14, None)
+    assert "never served" in repr(Scoreboard([row]))
 
 
 def test_files_round_trip_and_damage_is_named(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,17 @@ from kvbook.lab.figures import (
     PALETTE,
     STATIC,
     Figure,
+    arrange,
     count_two_loops,
+    describe,
     esm_source,
     format_bytes,
     geometric_steps,
+    heads,
     plan,
     planner,
     readout,
+    share,
     staircase,
     summarize,
     three_digits,
@@ -39,13 +44,22 @@ DEVICES = [{"name": "box", "memory_bytes": 384 * 2**20 + 2 * 134_515_008, "bandw
            {"name": "accelerator", "memory_bytes": 80 * 10**9, "bandwidth_bytes_per_s": 3350 * 10**9}]
 TRACE = {"prompt": 12, "steps": 40, "uncached": list(range(12, 52)), "cached": [12] + [1] * 39,
          "kv_bytes_per_token": 23_040}
+TRAINED = {"name": "small <&> model", "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "num_layers": 30,
+           "kv_bytes_per_token": 23_040, "max_context": 8192}
+CONFIGS = [{**TRAINED, "name": "its MHA twin", "num_kv_heads": 9, "kv_bytes_per_token": 69_120}, TRAINED,
+           {**TRAINED, "name": "its MQA version", "num_kv_heads": 1, "kv_bytes_per_token": 7680},
+           {**TRAINED, "name": "largest", "num_heads": 128, "num_kv_heads": 8, "kv_bytes_per_token": 61_440},
+           {**TRAINED, "name": "largest MHA", "num_heads": 128, "num_kv_heads": 128, "kv_bytes_per_token": 983_040},
+           {"name": "latent", "num_heads": 128, "num_kv_heads": 1, "head_dim": 192, "value_dim": 128, "num_layers": 60,
+            "kv_bytes_per_token": 69_120, "max_context": 163_840, "latent": True, "latent_dim": 576}]
 CHROMIUM = "/usr/bin/chromium"
 CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
                   "--disable-background-networking", "--disable-component-update"]
 
 
 def figures():
-    return [planner(MODELS, DEVICES, start={"model": "large model", "weight_dtype": "bf16"}), two_loops(TRACE)]
+    return [planner(MODELS, DEVICES, start={"model": "large model", "weight_dtype": "bf16"}), two_loops(TRACE),
+            heads(CONFIGS, start={"head": 5})]
 
 
 def node():
@@ -120,6 +134,97 @@ def test_without_a_cache_the_work_is_a_triangle(n):
     trace = {"uncached": list(range(1, n + 1)), "cached": [1] * n, "kv_bytes_per_token": 23_040}
     assert count_two_loops(trace, n) == {"uncached": n * (n + 1) // 2, "cached": n, "ratio": (n + 1) / 2,
                                          "kept_bytes": 23_040 * n}
+
+
+def random_configs(count):
+    draw = random.Random(0)
+    for _ in range(count):
+        num_kv_heads = draw.choice([1, 1, 2, 3, 4, 8, draw.randrange(1, 65)])
+        yield {"name": "m", "num_heads": num_kv_heads * draw.randint(1, 128 // num_kv_heads),
+               "num_kv_heads": num_kv_heads, "head_dim": draw.choice([1, 64, 80, 128, 192]),
+               "num_layers": draw.randrange(1, 130), "kv_bytes_per_token": draw.choice([1, 23_040, 11_880.5, 10**6]),
+               "max_context": draw.choice([1, 4096, 10**7]),
+               **draw.choice([{}, {"value_dim": draw.choice([1, 128])}]),
+               **({"latent": True, "latent_dim": draw.choice([1, 512, 576])} if num_kv_heads == 1 else {})}
+
+
+def test_the_heads_are_the_same_in_both_languages(tmp_path):
+    given = [*random_configs(300), *CONFIGS]
+    answers = in_node(tmp_path, "heads", """
+        const answer = given.map(config => ({
+          heads: Array.from({ length: config.num_heads }, (_, head) => [share(config, head), describe(config, head)]),
+          arranged: [12, 24].map(squares => arrange(config, squares)) }));""", given)
+    for config, answer in zip(given, answers, strict=True):
+        assert answer["arranged"] == [list(arrange(config, squares)) for squares in (12, 24)]
+        assert answer["heads"] == [[share(config, head), describe(config, head)]
+                                   for head in range(config["num_heads"])]
+
+
+@pytest.mark.parametrize("config", list(random_configs(50)))
+def test_every_kv_head_is_read_by_one_group_of_neighbours(config):
+    num_heads, num_kv_heads = config["num_heads"], config["num_kv_heads"]
+    read = [share(config, head)["kv_head"] for head in range(num_heads)]
+    assert read == [head * num_kv_heads // num_heads for head in range(num_heads)]
+    assert {read.count(kv_head) for kv_head in range(num_kv_heads)} == {share(config, 0)["group_size"]}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["name"])
+def test_what_is_stored_is_the_bytes_of_the_model(config):
+    shared = share(config, 0)
+    assert shared["bytes_per_number"] * shared["stored_numbers"] * config["num_layers"] == config["kv_bytes_per_token"]
+    if not config.get("latent"):
+        assert shared["times"] == config["num_heads"] / config["num_kv_heads"]
+
+
+def test_a_latent_is_compared_with_the_keys_and_values_made_from_it():
+    assert share(CONFIGS[-1], 0)["times"] == 128 * (192 + 128) / 576
+
+
+def test_the_sentences_of_the_running_example():
+    mha, trained, mqa, *_, latent = (describe(config, 5) for config in CONFIGS)
+    assert trained["sentence"] == ("Query head 5 of 9 reads KV head 1 of 3; 3 heads share each; 23,040 B a token, 1/3 "
+                                   "of what one KV head for each query head would cost.")
+    assert trained["formula"] == ("30 layers × 3 KV heads × (64 + 64) numbers × 2 B = 23,040 B a token; a person with "
+                                  "8,192 tokens keeps 189 MB (180 MiB). Heads are numbered from 0: ⌊5 / 3⌋ = 1.")
+    assert mha["sentence"] == ("Query head 5 of 9 reads KV head 5 of 9; no other head reads it; 69,120 B a token, "
+                               "exactly what one KV head for each query head costs.")
+    assert "KV head 0 of 1; all 9 heads share it; 7,680 B a token, 1/9 of" in mqa["sentence"]
+    assert latent["sentence"] == ("Query head 5 of 128 reads the one latent of 576 numbers; all 128 heads share it; "
+                                  "69,120 B a token, about 1/71.1 of what one KV head for each query head would cost.")
+    assert "60 layers × 576 numbers × 2 B = 69,120 B" in latent["formula"]
+    assert "× about 1.03 B = 11,880 B" in describe({**TRAINED, "kv_bytes_per_token": 11_880}, 0)["formula"]
+    tiny = {**TRAINED, "num_heads": 1, "num_kv_heads": 1, "latent": True, "latent_dim": 256}
+    assert "2.00 times what one KV head" in describe(tiny, 0)["sentence"]
+
+
+@pytest.mark.parametrize("squares", [12, 24])
+def test_no_row_of_heads_is_wider_than_its_place(squares):
+    for config in random_configs(300):
+        columns, in_row = arrange(config, squares)
+        assert 1 <= columns <= share(config, 0)["group_size"]
+        assert 1 <= in_row <= config["num_kv_heads"]
+        assert in_row * (3 * columns + 1) <= 3 * squares + 1
+
+
+def test_well_known_shapes_are_whole_rectangles():
+    assert [arrange(config, 24) for config in CONFIGS] == [(1, 9), (3, 3), (9, 1), (4, 4), (1, 16), (16, 1)]
+    assert [arrange(config, 12) for config in CONFIGS] == [(1, 9), (3, 3), (9, 1), (4, 2), (1, 9), (8, 1)]
+
+
+def test_the_figure_opens_on_the_first_model_that_shares():
+    assert heads(CONFIGS).data["start"] == {"model": "small <&> model", "head": 4}
+    assert heads(CONFIGS[:1]).data["start"] == {"model": "its MHA twin", "head": 4}
+    assert heads(CONFIGS, start={"model": "latent", "head": 0}).data["start"] == {"model": "latent", "head": 0}
+
+
+def test_the_drawing_marks_one_head_and_what_it_reads():
+    structure = Structure(heads(CONFIGS, start={"model": "largest", "head": 21}).static_html)
+    classes = [attributes.get("class") for _, attributes in structure.attributes]
+    assert [classes.count(name) for name in ("kvf-marked", "kvf-group kvf-read", "kvf-group")] == [1, 1, 7]
+    after = classes[classes.index("kvf-group kvf-read"):]
+    assert after[:18].index("kvf-marked") == 2 + 21 % 16
+    assert [int(text) for text in structure.texts if text.isdigit()] == [
+        number for kv_head in range(8) for number in (*range(16 * kv_head, 16 * kv_head + 16), kv_head)]
 
 
 def test_the_plan_counts_everybody_who_fits_and_nobody_more():
@@ -207,7 +312,7 @@ def test_data_cannot_end_their_script_nor_a_caption_its_tag():
 
 
 def test_the_static_frames_make_the_point_alone():
-    drawn, loops = (" ".join(Structure(figure.static_html).texts) for figure in figures())
+    drawn, loops, sharing = (" ".join(Structure(figure.static_html).texts) for figure in figures())
     assert "16.1 GB (15.0 GiB)" in drawn
     assert "131,072 B for each token" in drawn
     assert "fits on 1 of 3 devices shown" in drawn
@@ -215,10 +320,13 @@ def test_the_static_frames_make_the_point_alone():
     assert "1,260 so far" in loops
     assert "51 so far" in loops
     assert "24.7 times the tokens for the same 40 tokens" in loops
+    assert "9 query heads 3 KV heads" in sharing
+    assert "Query head 5 of 9 reads KV head 1 of 3" in sharing
 
 
 def test_a_models_name_is_escaped():
     assert "small &lt;&amp;&gt; model" in planner(MODELS, DEVICES).static_html
+    assert "small &lt;&amp;&gt; model" in heads(CONFIGS).static_html
 
 
 def test_in_a_live_notebook_it_is_a_widget_too(monkeypatch):
@@ -243,7 +351,7 @@ def test_anywidget_and_matplotlib_are_not_imported_for_html():
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["memory_planner", "two_loops"])
+@pytest.mark.parametrize("name", ["heads", "memory_planner", "two_loops"])
 def test_a_script_is_one_module_that_asks_nobody(name):
     source = esm_source(name)
     assert not re.search(r"^\s*import\b|import\(|https?://(?!www\.w3\.org/2000/svg)", source, re.MULTILINE)
@@ -251,7 +359,7 @@ def test_a_script_is_one_module_that_asks_nobody(name):
 
 
 def test_an_unknown_figure_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'kv'; accepted: .*memory_planner.*two_loops"):
+    with pytest.raises(ValueError, match=r"'kv'; accepted: heads, memory_planner, two_loops"):
         esm_source("kv")
 
 
@@ -265,6 +373,7 @@ def test_every_colour_of_the_theme_has_a_fallback():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"models": []}, r"models is \[\]"), ({"devices": []}, r"devices is \[\]"),
+    ({"models": [{**MODELS[0], "num_params": float("inf")}]}, r"models\[0\]\['num_params'\] is inf"),
     ({"models": [{**MODELS[0], "num_params": 0}]}, r"models\[0\]\['num_params'\] is 0"),
     ({"models": [{**MODELS[0], "max_context": None}]}, r"models\[0\]\['max_context'\] is None"),
     ({"models": [MODELS[0], {**MODELS[1], "kv_bytes_per_token": {"fp8": 1}}]}, r"models\[1\]\['kv_bytes_per_token'\]"),
@@ -287,6 +396,37 @@ def test_the_planner_names_what_it_cannot_use(change, message):
 def test_two_loops_names_what_it_cannot_use(change, message):
     with pytest.raises(ValueError, match=message):
         two_loops({**TRACE, **change})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    *[({name: wrong}, rf"configs\[1\]\['{name}'\] is {wrong!r}; accepted: a whole number above 0")
+      for name in ("num_heads", "num_kv_heads", "head_dim", "num_layers", "max_context", "value_dim")
+      for wrong in (0, -1, None, 1.5, True)],
+    *[({"kv_bytes_per_token": wrong}, rf"\['kv_bytes_per_token'\] is {wrong!r}; accepted: a number above 0")
+      for wrong in (0, None, "23,040", float("nan"), float("inf"))],
+    ({"name": ""}, r"configs\[1\]\['name'\] is ''; accepted: a text"),
+    ({"name": "its MHA twin"}, r"names of configs is \['its MHA twin', 'its MHA twin'\]; accepted: each name once"),
+    ({"num_heads": 129}, r"\['num_heads'\] is 129; accepted: at most 128"),
+    ({"num_kv_heads": 4}, r"\['num_kv_heads'\] is 4; accepted: a divisor of num_heads, 9"),
+    ({"latent": True}, r"\['num_kv_heads'\] is 3; accepted: 1, since"),
+    ({"latent": True, "num_kv_heads": 1}, r"\['latent_dim'\] is None; accepted: a whole number above 0, since")])
+def test_the_heads_name_what_they_cannot_use(change, message):
+    with pytest.raises(ValueError, match=message):
+        heads([CONFIGS[0], {**TRAINED, **change}])
+
+
+@pytest.mark.parametrize(("start", "message"), [
+    ({"model": "other"}, r"start\['model'\] is 'other'; accepted: one of"),
+    ({"head": 9}, r"start\['head'\] is 9; accepted: 0 to 8"), ({"head": -1}, r"start\['head'\] is -1"),
+    ({"head": 1.5}, r"start\['head'\] is 1.5"), ({"query": 1}, "start is {'query': 1}; accepted: model, head")])
+def test_the_heads_name_a_start_that_cannot_be(start, message):
+    with pytest.raises(ValueError, match=message):
+        heads(CONFIGS, start=start)
+
+
+def test_the_heads_need_a_model():
+    with pytest.raises(ValueError, match=r"configs is \[\]; accepted: at least one model"):
+        heads([])
 
 
 def luminance(colour):
@@ -317,7 +457,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, tmp_path):
-    """Both figures on a bare page 360 pixels wide, before their scripts run; fails on any console message."""
+    """The figures on a bare page 360 pixels wide, before their scripts run; fails on any console message."""
     opened = browser.new_page(viewport={"width": 360, "height": 800})
     said = []
     opened.on("console", lambda message: said.append(message.text))
@@ -344,7 +484,8 @@ def start(page, **traits):
 
 @pytest.mark.browser
 def test_the_script_opens_on_the_static_frame(page):
-    parts = [".kvf-summary", ".kvf-devices", ".kvf-key", ".kvf-readout", ".kvf-axes"]
+    parts = [".kvf-summary", ".kvf-devices", ".kvf-summary + .kvf-key", ".kvf-readout", ".kvf-axes", ".kvf-counts",
+             ".kvf-heads", ".kvf-sharing", ".kvf-formula"]
     still = [page.locator(part).text_content() for part in parts]
     path = page.locator("path.kvf-uncached").get_attribute("d")
     start(page)
@@ -370,17 +511,18 @@ def test_the_figures_answer_the_keyboard(page):
 @pytest.mark.browser
 def test_a_notebook_shows_caption_and_description_too(page):
     start(page, caption="An <answer>.", alt="What it is")
-    assert page.get_by_role("figure", name="What it is", exact=True).count() == 2
-    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 2
+    assert page.get_by_role("figure", name="What it is", exact=True).count() == 3
+    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 3
 
 
 @pytest.mark.browser
 def test_every_control_has_its_own_name(page):
     start(page)
-    named = {"combobox": ["Model", "Weights in", "KV in"], "slider": ["Tokens each", "People at once", "Step"]}
+    named = {"combobox": ["Model", "Weights in", "KV in", "Heads of"],
+             "slider": ["Tokens each", "People at once", "Step", "Query head"]}
     for role, names in named.items():
-        assert [page.get_by_role(role, name=name, exact=True).count() for name in names] == [1, 1, 1]
-        assert page.get_by_role(role).count() == 3
+        assert [page.get_by_role(role, name=name, exact=True).count() for name in names] == [1, 1, 1, 1]
+        assert page.get_by_role(role).count() == 4
 
 
 @pytest.mark.browser
@@ -391,6 +533,54 @@ def test_a_smaller_model_shortens_the_longest_context(page):
     assert "131,072 tokens each" in page.locator(".kvf-summary").text_content()
     page.get_by_role("combobox", name="Model").select_option("small <&> model")
     assert "8,192 tokens each" in page.locator(".kvf-summary").text_content()
+
+
+@pytest.mark.browser
+def test_the_heads_answer_the_keyboard(page):
+    start(page)
+    head, said = page.get_by_role("slider", name="Query head"), page.locator(".kvf-sharing")
+    assert said.get_attribute("aria-live") == "polite"
+    head.focus()
+    page.keyboard.press("ArrowRight")
+    assert head.get_attribute("aria-valuetext") == "6 of 9"
+    assert "Query head 6 of 9 reads KV head 2 of 3" in said.text_content()
+    page.get_by_role("combobox", name="Heads of").select_option("largest")
+    head.focus()
+    page.keyboard.press("End")
+    assert "Query head 127 of 128 reads KV head 7 of 8; 16 heads share each" in said.text_content()
+    page.get_by_role("combobox", name="Heads of").select_option("its MHA twin")
+    assert "Query head 8 of 9 reads KV head 8 of 9" in said.text_content()
+
+
+@pytest.mark.browser
+def test_the_script_draws_what_python_draws(page):
+    start(page)
+    picker, slider = page.get_by_role("combobox", name="Heads of"), page.get_by_role("slider", name="Query head")
+    for config in CONFIGS:
+        picker.select_option(config["name"])
+        slider.fill("7")
+        drawn = "".join(page.locator(part).evaluate("made => made.outerHTML") for part in (".kvf-counts", ".kvf-heads"))
+        assert drawn in heads([config], start={"head": 7}).static_html
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [360, 1000])
+def test_every_head_shows_its_number_and_none_overlaps(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    start(page)
+    for config in CONFIGS:
+        page.get_by_role("combobox", name="Heads of").select_option(config["name"])
+        place = page.locator(".kvf-heads").bounding_box()
+        squares = page.locator(".kvf-heads span:not(.kvf-link)")
+        boxes = squares.evaluate_all("""all => all.map(each => {
+          const { left, top, right, bottom } = each.getBoundingClientRect();
+          return [left, top, right, bottom, each.scrollWidth - each.clientWidth];
+        })""")
+        assert len(boxes) == config["num_heads"] + config["num_kv_heads"]
+        assert max(over for *_, over in boxes) <= 0
+        assert max(right for _, _, right, _, _ in boxes) <= place["x"] + place["width"]
+        ordered = sorted((round(top), left, right) for left, top, right, *_ in boxes)
+        assert all(a[0] != b[0] or a[2] < b[1] for a, b in pairwise(ordered))
 
 
 @pytest.mark.browser

@@ -182,7 +182,7 @@ _GGUF_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 }
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #dd91a442
 def _plain_name(name: str) -> str:
     """GGUF tensor name → name in the model; unknown names stay as they are."""
     top, _, kind = name.rpartition(".")
@@ -227,6 +227,8 @@ def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
         raise ValueError(f"{path} is not a whole GGUF file ({error})") from error
 
 # %% ../../nbs/00b_checkpoint.ipynb #f31e6f59
+#| code-fold: true
+#| code-summary: _GGUFCursor
 class _GGUFCursor:
     """Reads a GGUF header front to back."""
 
@@ -694,7 +696,7 @@ def _gguf(path: Path) -> GGUFSource:
         raise ValueError("a single *.safetensors file has no config; give the folder that it is in")
     return GGUFSource(path)
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #b41ed097
 def as_device(device) -> torch.device:
     """A torch device that is there.
 

@@ -4,7 +4,7 @@
 __all__ = ['HANDBOOK', 'QUESTIONS', 'LOGBOOK_GUEST', 'CONVERSATION_TOKENS', 'BOX_BYTES', 'MODEL_LIMIT', 'H100_BYTES',
            'LARGE_MODEL', 'logbook', 'DeskTurn', 'desk_turns', 'save_turns', 'load_turns', 'DeskCounts',
            'serve_in_groups', 'seats_reserved', 'seats_paged', 'as_multi_head', 'large_box', 'strip', 'strip_svg',
-           'ScoreRow', 'Scoreboard', 'score_two_walls']
+           'ScoreRow', 'Scoreboard', 'score_two_walls', 'score_multi_head_twin']
 
 # %% ../../nbs/00e_desk.ipynb #4031a5e2
 import html
@@ -286,7 +286,7 @@ class ScoreRow:
         title: what is new in it.
         bytes_per_token: of KV memory.
         people: who fit in the box at the 8,192-token limit, or paged.
-        counts: of the whole afternoon.
+        counts: of the whole afternoon; None if nobody can be served.
         projected: people who fit beside Llama-3-8B on an H100, served the same way.
     """
 
@@ -294,7 +294,7 @@ class ScoreRow:
     title: str
     bytes_per_token: int
     people: int
-    counts: DeskCounts
+    counts: DeskCounts | None
     projected: int
 
 
@@ -309,8 +309,9 @@ class Scoreboard:
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table's contents, as text."""
-        return [(str(r.chapter), r.title, f"{r.bytes_per_token:,}", f"{r.people:,}",
-                 f"{r.counts.computed_per_delivered:.2f}", f"{r.counts.steps:,}", f"{r.counts.longest_stall:,}",
+        counts = lambda c: ((f"{c.computed_per_delivered:.2f}", f"{c.steps:,}", f"{c.longest_stall:,}") if c
+                            else ("–", "–", "never served"))
+        return [(str(r.chapter), r.title, f"{r.bytes_per_token:,}", f"{r.people:,}", *counts(r.counts),
                  f"{r.projected:,}") for r in self.rows]
 
     def __repr__(self) -> str:
@@ -328,3 +329,11 @@ def score_two_walls(turns: Sequence[DeskTurn]) -> ScoreRow:
     people = seats_reserved(model, "bfloat16", BOX_BYTES)
     return ScoreRow(0, "a cache, reserved whole", CacheSpec.of(model).bytes_per_token, people,
                     serve_in_groups(turns, people), seats_reserved(LARGE_MODEL, "bfloat16", large_box()))
+
+# %% ../../nbs/00e_desk.ipynb #34c73835
+def score_multi_head_twin() -> ScoreRow:
+    """Chapter 1's row: the same model, had every query head a key and value head of its own."""
+    twin = as_multi_head(KNOWN_MODELS["SmolLM2-135M"])
+    people = seats_reserved(twin, "bfloat16", BOX_BYTES)
+    return ScoreRow(1, "its multi-head twin", CacheSpec.of(twin).bytes_per_token, people, None,
+                    seats_reserved(as_multi_head(LARGE_MODEL), "bfloat16", large_box()))

@@ -12,6 +12,11 @@ export function formatCount(value) {
   return Math.floor(value + 0.5).toLocaleString("en-US");
 }
 
+/** Count things: 1 token, 2 tokens. */
+export function counted(number, noun) {
+  return `${formatCount(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 function scaled(bytes, base, units) {
   let power = 0;
   while (power < units.length - 1 && bytes >= base ** (power + 2)) power += 1;

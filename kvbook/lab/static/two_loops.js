@@ -1,5 +1,5 @@
 // Two loops: the tokens that each step computes without a cache and with one, replayed from a recorded run.
-import { begin, element, formatBytes, formatCount, range, threeDigits } from "./kv.js";
+import { begin, counted, element, formatBytes, formatCount, range, threeDigits } from "./kv.js";
 
 /** Count what both loops have done after `step` steps; `kept_bytes` is what the cache then holds. */
 export function count(data, step) {
@@ -15,16 +15,14 @@ export function staircase(tokens, top) {
   return tokens.length ? `M0 ${top}${stairs}V${top}Z` : "";
 }
 
-const tokens = number => (number === 1 ? "1 token" : `${formatCount(number)} tokens`);
-
 /** Say what each loop did in step `step` and up to it. */
 export function readout(data, step) {
-  const counted = count(data, step);
-  const now = (which, total) => `step ${step} computes ${tokens(data[which][step - 1])}, ${formatCount(total)} so far`;
+  const done = count(data, step);
+  const now = (which, total) => `step ${step} computes ${counted(data[which][step - 1], "token")}, ${formatCount(total)} so far`;
   return {
-    uncached: `Without a cache: ${now("uncached", counted.uncached)}.`,
-    cached: `With a cache: ${now("cached", counted.cached)}, and ${formatBytes(counted.kept_bytes)} are kept.`,
-    ratio: `${threeDigits(counted.ratio)} times the tokens for the same ${tokens(step)}.`,
+    uncached: `Without a cache: ${now("uncached", done.uncached)}.`,
+    cached: `With a cache: ${now("cached", done.cached)}, and ${formatBytes(done.kept_bytes)} are kept.`,
+    ratio: `${threeDigits(done.ratio)} times the tokens for the same ${counted(step, "token")}.`,
   };
 }
 
