@@ -14,6 +14,8 @@ from .model import Transformer
 from ..control.config import LayerSpec
 
 # %% ../../nbs/01_attention.ipynb #399f5678
+#| code-fold: true
+#| code-summary: "visible: which keys a row may see (trees of guesses are chapter 7's)"
 def visible(num_new: int, num_seen: int, window: int | None = None, tree_mask: Tensor | None = None) -> Tensor:
     """Which remembered tokens each new row may see.
 
@@ -80,6 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, tree_mask: Tensor |
     return (out, lse.permute(2, 0, 1).flatten(1)) if return_lse else out
 
 # %% ../../nbs/01_attention.ipynb #e42e4e25
+#| code-fold: true
+#| code-summary: "reference_attention: the same for each request of a batch"
 def reference_attention(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens_q: Sequence[int],
                         cu_seqlens_k: Sequence[int], spec: LayerSpec, tree_mask: Tensor | None = None,
                         return_lse: bool = False):
