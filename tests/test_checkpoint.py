@@ -139,13 +139,14 @@ def test_pieces_join_to_the_text(loaded, ids):
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(max_size=30))
+@given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufffd"), max_size=30))
 def test_no_half_characters_are_emitted(loaded, text):
+    """Whole characters leave nothing behind. (A replacement mark in the text itself is told apart only at the end.)"""
     token_ids = loaded.tokenizer.encode(text)
     assume(loaded.tokenizer.decode(token_ids) == text)               # the vocabulary lacks a few rare bytes
     stream = loaded.tokenizer.stream()
     pieces = [stream.push(token) for token in token_ids]
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert all("\ufffd" not in piece for piece in pieces) and "".join(pieces) == text
     assert stream.finish() == ""
 
 
