@@ -36,7 +36,7 @@ def stream_answer(loaded, prompt: Sequence[int], max_tokens: int, out=None):
 
     out = out or sys.stdout or io.StringIO()               # a process may have been started without an output
     stream, pieces, run = loaded.tokenizer.stream(), [], None
-    steps = greedy_steps(loaded.model, [list(prompt)], max_tokens, stop_token_ids=loaded.tokenizer.end_token_ids)
+    steps = greedy_steps(loaded.model, [list(prompt)], max_tokens)
     try:
         for run, in steps:
             if run.finish_reason == "error":
@@ -223,8 +223,10 @@ def _positive(text: str, most: int = 10**9) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `kvbook` command; returns its exit status (2 for what cannot run, 130 when interrupted)."""
+    from kvbook.lab.session import limit_thread_spin
+
     args = build_parser().parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")   # before torch: spinning threads starve a busy machine
+    limit_thread_spin()
     try:
         args.run(args)
     except BrokenPipeError:                    # whoever read our output has left

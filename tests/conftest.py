@@ -11,7 +11,9 @@ import pytest
 from hypothesis import settings
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")   # read when torch loads: spinning threads starve a busy machine
+from kvbook.lab.session import limit_thread_spin
+
+limit_thread_spin()                                   # before any test loads torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book" / "_ext"))

@@ -1,10 +1,12 @@
 """Interactive figures: the same numbers in Python and in JavaScript, HTML that speaks without a script."""
 import json
+import math
 import random
 import re
 import shutil
 import subprocess
 import sys
+from fractions import Fraction
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from itertools import pairwise
@@ -18,16 +20,23 @@ from kvbook.lab.figures import (
     STATIC,
     Figure,
     arrange,
+    compare_formats,
     count_two_loops,
     describe,
     esm_source,
     format_bytes,
     geometric_steps,
     heads,
+    in_view,
+    landing,
+    nearest,
+    number_lines,
+    place,
     plan,
     planner,
     readout,
     share,
+    significant,
     staircase,
     summarize,
     three_digits,
@@ -52,6 +61,29 @@ CONFIGS = [{**TRAINED, "name": "its MHA twin", "num_kv_heads": 9, "kv_bytes_per_
            {**TRAINED, "name": "largest MHA", "num_heads": 128, "num_kv_heads": 128, "kv_bytes_per_token": 983_040},
            {"name": "latent", "num_heads": 128, "num_kv_heads": 1, "head_dim": 192, "value_dim": 128, "num_layers": 60,
             "kv_bytes_per_token": 69_120, "max_context": 163_840, "latent": True, "latent_dim": 576}]
+
+
+def minifloat(exponent_bits, fraction_bits, last_code):
+    """Every number of a small float, by its definition."""
+    bias, positive = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(last_code + 1):
+        exponent, fraction = divmod(code, 2**fraction_bits)
+        positive.append(fraction * 2.0 ** (1 - bias - fraction_bits) if exponent == 0
+                        else (1 + fraction / 2**fraction_bits) * 2.0 ** (exponent - bias))
+    sign = 2 ** (exponent_bits + fraction_bits)
+    return {"bits": exponent_bits + fraction_bits + 1, "fields": [1, exponent_bits, fraction_bits],
+            "values": [-number for number in positive[:0:-1]] + positive,
+            "codes": [code + sign for code in range(last_code, 0, -1)] + list(range(last_code + 1))}
+
+
+BF16 = {"name": "bf16", "bits": 16, "exponent_bits": 8, "fraction_bits": 7}
+FP16 = {"name": "fp16", "bits": 16, "exponent_bits": 5, "fraction_bits": 10}
+E4M3 = {"name": "fp8 e4m3", **minifloat(4, 3, 0x7E), "error": "within 6.25 %"}
+E5M2 = {"name": "fp8 e5m2 <&>", **minifloat(5, 2, 0x7B)}
+INT8 = {"name": "int8", "bits": 8, "scaled": True, "values": list(range(-127, 128)),
+        "codes": [number % 256 for number in range(-127, 128)], "error": "within half a step"}
+INT4 = {"name": "int4", "bits": 4, "affine": True, "values": list(range(16)), "codes": list(range(16))}
+FORMATS = [BF16, E4M3, {**E4M3, "name": "fp8 e4m3, scaled", "scaled": True}, E5M2, INT8, INT4, FP16]
 CHROMIUM = "/usr/bin/chromium"
 CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
                   "--disable-background-networking", "--disable-component-update"]
@@ -59,7 +91,7 @@ CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first
 
 def figures():
     return [planner(MODELS, DEVICES, start={"model": "large model", "weight_dtype": "bf16"}), two_loops(TRACE),
-            heads(CONFIGS, start={"head": 5})]
+            heads(CONFIGS, start={"head": 5}), number_lines(FORMATS)]
 
 
 def node():
@@ -312,7 +344,7 @@ def test_data_cannot_end_their_script_nor_a_caption_its_tag():
 
 
 def test_the_static_frames_make_the_point_alone():
-    drawn, loops, sharing = (" ".join(Structure(figure.static_html).texts) for figure in figures())
+    drawn, loops, sharing, lines = (" ".join(Structure(figure.static_html).texts) for figure in figures())
     assert "16.1 GB (15.0 GiB)" in drawn
     assert "131,072 B for each token" in drawn
     assert "fits on 1 of 3 devices shown" in drawn
@@ -322,11 +354,14 @@ def test_the_static_frames_make_the_point_alone():
     assert "24.7 times the tokens for the same 40 tokens" in loops
     assert "9 query heads 3 KV heads" in sharing
     assert "Query head 5 of 9 reads KV head 1 of 3" in sharing
+    assert "4, 0.05 is changed least by fp16 (off by 0.000012, 0.024\N{NO-BREAK SPACE}%) and most by int4" in lines
+    assert "int8 scale 0.0315; within half a step 13 of 255 in view → 0.06299 off by 0.013, 26" in lines
 
 
 def test_a_models_name_is_escaped():
     assert "small &lt;&amp;&gt; model" in planner(MODELS, DEVICES).static_html
     assert "small &lt;&amp;&gt; model" in heads(CONFIGS).static_html
+    assert "fp8 e5m2 &lt;&amp;&gt;" in number_lines(FORMATS).static_html
 
 
 def test_in_a_live_notebook_it_is_a_widget_too(monkeypatch):
@@ -351,7 +386,7 @@ def test_anywidget_and_matplotlib_are_not_imported_for_html():
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["heads", "memory_planner", "two_loops"])
+@pytest.mark.parametrize("name", ["heads", "memory_planner", "number_lines", "two_loops"])
 def test_a_script_is_one_module_that_asks_nobody(name):
     source = esm_source(name)
     assert not re.search(r"^\s*import\b|import\(|https?://(?!www\.w3\.org/2000/svg)", source, re.MULTILINE)
@@ -359,7 +394,7 @@ def test_a_script_is_one_module_that_asks_nobody(name):
 
 
 def test_an_unknown_figure_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'kv'; accepted: heads, memory_planner, two_loops"):
+    with pytest.raises(ValueError, match=r"'kv'; accepted: heads, memory_planner, number_lines, two_loops"):
         esm_source("kv")
 
 
@@ -429,6 +464,188 @@ def test_the_heads_need_a_model():
         heads([])
 
 
+def awkward_values(number_format, largest):
+    """Zero, numbers of the format, what lies midway between two, subnormals, what lies outside, and random ones."""
+    draw = random.Random(number_format["name"])
+    if "values" in number_format:
+        offset, scale = place(number_format, largest)
+        points = [offset + scale * each for each in number_format["values"]]
+        points = draw.sample(points, min(40, len(points))) + points[:2] + points[-2:]
+        points += [offset + scale * (a + b) / 2 for a, b in pairwise(number_format["values"])]
+    else:
+        fraction_bits = number_format["fraction_bits"]
+        points = [sign * (1 + steps / 2 / 2**fraction_bits) * 2.0**exponent for sign in (-1, 1)
+                  for exponent in (-1060, -149, -134, -133, -127, -126, -25, -24, -15, -14, -1, 0, 3, 15, 127, 128)
+                  for steps in (0, 1, 2, 3, 2 * 2**fraction_bits - 1)]
+    points += [sign * draw.random() * 10.0 ** draw.randrange(-9, 6) for sign in (-1, 1) for _ in range(60)]
+    return [0.0, -0.0, 1e-8, 0.05, -300.0, 447.0, 448.0, 464.0, 1e4, -1e300, largest, -largest, *points]
+
+
+@pytest.mark.parametrize("number_format", FORMATS, ids=lambda each: each["name"])
+def test_the_number_lines_are_the_same_in_both_languages(tmp_path, number_format):
+    given = [{"format": number_format, "largest": largest, "value": value}
+             for largest in (4.0, 0.3, 40.0) for value in awkward_values(number_format, largest)]
+    answers = in_node(tmp_path, "number_lines", """
+        const answer = given.map(({ format, value, largest }) => [nearest(format, value, largest),
+          landing(format, value, largest), inView(format, largest, Math.max(Math.abs(value), 1e-7))]);""", given)
+    clipped = 0
+    for each, answer in zip(given, answers, strict=True):
+        value, largest = each["value"], each["largest"]
+        assert answer == [nearest(number_format, value, largest), landing(number_format, value, largest),
+                          in_view(number_format, largest, max(abs(value), 1e-7))]
+        clipped += answer[0]["clipped"]
+    assert 0 < clipped < len(given) / 2
+
+
+def test_the_comparison_of_formats_is_the_same_in_both_languages(tmp_path):
+    given = [[value, largest] for largest in (0.3, 4.0, 40.0) for value in (0, 0.05, -3.7, 1e-7, 12.0)]
+    (tmp_path / "formats.json").write_text(json.dumps(FORMATS), encoding="utf-8")
+    answers = in_node(tmp_path, "number_lines", """
+        const formats = JSON.parse(readFileSync('formats.json', 'utf8'));
+        const answer = given.map(([value, largest]) => compareFormats(formats, value, largest));""", given)
+    assert answers == [compare_formats(FORMATS, *each) for each in given]
+
+
+def test_digits_are_written_alike_in_both_languages(tmp_path):
+    draw = random.Random(2)
+    numbers = [0, 1, -1, 0.5625, 0.125, 0.0625, 9.9995, 99_995, 1e-5, 9.9996e-6, 1e9, 999_999_999, 5e-324, 1.7e308,
+               *(draw.choice([-1, 1]) * draw.random() * 10.0 ** draw.randrange(-30, 30) for _ in range(1000)),
+               *(draw.randrange(1, 4096) / 2 ** draw.randrange(20) for _ in range(1000))]
+    script = "const answer = given.map(number => [2, 3, 4].map(digits => significant(number, digits)));"
+    assert in_node(tmp_path, "number_lines", script, numbers) == [
+        [significant(number, digits) for digits in (2, 3, 4)] for number in numbers]
+
+
+def test_significant_digits():
+    assert [significant(number, 3) for number in (0.05078, -0.5, 0.5625, 65_279, 1e-5, 1.5e-6, -2**30)] == [
+        "0.0508", "−0.5", "0.563", "65300", "0.00001", "1.5 × 10⁻⁶", "−1.07 × 10⁹"]
+
+
+@pytest.mark.parametrize("number_format", [E4M3, E5M2], ids=lambda each: each["name"])
+def test_no_number_is_nearer_and_a_tie_goes_to_the_even_code(number_format):
+    numbers = dict(zip(number_format["codes"], map(Fraction, number_format["values"]), strict=True))
+    ties = 0
+    for value in awkward_values(number_format, 4.0):
+        found = nearest(number_format, value, 4.0)
+        distances = {code: abs(number - Fraction(value)) for code, number in numbers.items()}
+        least = [code for code, distance in distances.items() if distance == min(distances.values())]
+        ties += len(least) == 2
+        assert found["code"] == min(least, key=lambda code: code % 2)
+        assert found["point"] == numbers[found["code"]]
+        assert found["clipped"] == (abs(value) > number_format["values"][-1])
+    assert ties >= len(numbers) - 1
+
+
+@pytest.mark.parametrize(("number_format", "dtype"), [
+    (BF16, "bfloat16"), (FP16, "float16"), (E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")],
+    ids=lambda each: each if isinstance(each, str) else "")
+def test_the_floats_round_as_those_of_torch(number_format, dtype):
+    torch = pytest.importorskip("torch")
+    most = number_format["values"][-1] if "values" in number_format else 60_000.0
+    values = [value for value in awkward_values(number_format, 4.0) if abs(value) <= most]
+    wide = torch.tensor(values, dtype=torch.float64).float()
+    narrow = wide.to(getattr(torch, dtype))
+    codes = narrow.view(torch.int16 if number_format["bits"] == 16 else torch.uint8).long() % 2 ** number_format["bits"]
+    minus_zero = 2 ** (number_format["bits"] - 1)
+    for value, number, code in zip(wide.tolist(), narrow.double().tolist(), codes.tolist(), strict=True):
+        found = nearest(number_format, value, 4.0)
+        assert (found["point"], found["code"]) == (number, 0 if code == minus_zero else code), value
+
+
+def test_integer_steps_are_equal_and_grow_with_the_largest_value():
+    for number_format, steps in ((INT8, 254), (INT4, 15)):
+        for largest in (4.0, 40.0):
+            offset, scale = place(number_format, largest)
+            ends = [offset + scale * number_format["values"][end] for end in (0, -1)]
+            assert ends == pytest.approx([-largest, largest])
+            assert scale == pytest.approx(2 * largest / steps)
+    assert nearest(INT8, 0.05, 4.0)["code"] == 2
+    assert nearest(INT8, 0.05, 40.0) == {"code": 0, "point": 0, "clipped": False, "error": 0.05}
+    assert nearest(INT8, 5.0, 4.0)["clipped"]
+
+
+@pytest.mark.parametrize(("number_format", "bound", "normal"), [
+    (E4M3, 2**-4, 2.0**-6), (E5M2, 2**-3, 2.0**-14), (BF16, 2**-8, 2.0**-126), (FP16, 2**-11, 2.0**-14)],
+    ids=["e4m3", "e5m2", "bf16", "fp16"])
+def test_float_steps_grow_with_the_value_alone(number_format, bound, normal):
+    draw, worst = random.Random(0), 0
+    for _ in range(2000):
+        value = draw.choice([-1, 1]) * math.exp(draw.uniform(math.log(normal), math.log(440)))
+        found = nearest(number_format, value, 4.0)
+        assert found == nearest(number_format, value, 40.0)
+        worst = max(worst, found["error"] / abs(value))
+    assert 0.9 * bound / (1 + bound) <= worst <= bound
+
+
+def test_what_is_in_view_is_counted():
+    assert [in_view(each, 4.0, 1e9)["total"] for each in FORMATS] == [65_279, 253, 253, 247, 255, 16, 63_487]
+    for each in (E4M3, INT8, INT4):
+        points = [place(each, 4.0)[0] + place(each, 4.0)[1] * value for value in each["values"]]
+        for window in (0.01, 0.2, 5.0, 500.0):
+            drawn = in_view(each, 4.0, window)
+            assert drawn["shown"] == sum(abs(point) <= window for point in points)
+            assert len(re.findall("M", drawn["ticks"])) <= drawn["shown"]
+    assert in_view(FP16, 4.0, 2.0**-24)["shown"] == 3
+    assert in_view(BF16, 4.0, 1e39)["shown"] == 65_279
+    assert in_view(INT4, 4.0, 4.0)["ticks"].count("M") == 16
+    assert in_view(INT8, 4.0, 400.0) == {"ticks": "", "band": "M4950 4H5050V20H4950Z", "shown": 255, "total": 255}
+
+
+def test_the_number_lines_open_on_a_view_that_holds_the_value():
+    assert number_lines(FORMATS).data["start"] == {"value": 0.05, "largest": 4.0, "window": 0.2}
+    assert number_lines(FORMATS, value=-3, largest=3.3).data["start"]["window"] == 20
+    assert number_lines(FORMATS, value=0, largest=1e-4).data["start"]["window"] > 0
+    for options in ({}, {"value": 447.0, "largest": 1.25}, {"largest": 1e4}, {"value": 0.5, "window": 0.7}):
+        data = number_lines(FORMATS, **options).data
+        for numbers, name in (("largests", "largest"), ("windows", "window")):
+            assert data[numbers] == sorted(set(data[numbers]))
+            assert data["start"][name] in data[numbers]
+        assert {data["start"]["largest"], 10 * data["start"]["largest"]} & set(data["largests"])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"name": ""}, r"formats\[1\]\['name'\] is ''; accepted: a text"),
+    ({"name": "bf16"}, r"names of formats is \['bf16', 'bf16'\]; accepted: each name once"),
+    *[({"bits": wrong}, rf"formats\[1\]\['bits'\] is {wrong!r}; accepted: a whole number, 1 to 16")
+      for wrong in (0, 17, None, 8.0)],
+    ({"values": []}, r"\['values'\] is \[\]; accepted: two or more numbers"),
+    ({"values": [0, 0]}, r"\['values'\] is \[0, 0\]; accepted: two or more numbers, each above the one before"),
+    ({"values": [0, float("inf")]}, r"\['values'\] is \[0, inf\]"),
+    ({"codes": None}, r"\['codes'\] is None; accepted: 255 different codes of 8 bits"),
+    ({"values": [0, 1], "codes": [0, 256]}, r"\['codes'\] is \[0, 256\]; accepted: 2 different codes of 8 bits"),
+    ({"values": [0, 1], "codes": [0, 2]}, r"\['codes'\] is \[0, 2\]; accepted: of two neighbours one even, one odd"),
+    ({"values": [-1, 0], "codes": [0, 1]}, r"\['values'\] is \[-1, 0\]; accepted: a last number above 0, since"),
+    ({"affine": True}, r"\['values'\] is .*; accepted: numbers from 0, since the format is affine"),
+    ({"fields": [1, 6]}, r"\['fields'\] is \[1, 6\]; accepted: widths that add up to bits")])
+def test_the_number_lines_name_what_they_cannot_use(change, message):
+    with pytest.raises(ValueError, match=message):
+        number_lines([BF16, {**INT8, **change}])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"exponent_bits": None}, r"\['exponent_bits'\] is None; accepted: a whole number above 0, where there are no"),
+    ({"fraction_bits": 3}, r"\['fraction_bits'\] is 3; accepted: 7 or more; list the values"),
+    ({"bits": 15}, r"\['bits'\] is 15; accepted: 1 \+ exponent_bits \+ fraction_bits"),
+    ({"scaled": True}, r"\['scaled'\] is True; accepted: False, where there are no values")])
+def test_the_number_lines_name_a_float_that_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        number_lines([{**BF16, **change}])
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"value": float("nan")}, "value is nan; accepted: a finite number"), ({"largest": 0}, "largest is 0; accepted"),
+    ({"largest": 1e5}, "largest is 100000.0; accepted"), ({"window": 0.01}, "window is 0.01; accepted: 0.05 or more"),
+    ({"window": 0, "value": 0}, "window is 0; accepted")])
+def test_the_number_lines_name_a_start_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        number_lines(FORMATS, **options)
+
+
+def test_the_number_lines_need_a_format():
+    with pytest.raises(ValueError, match=r"formats is \[\]; accepted: at least one format"):
+        number_lines([])
+
+
 def luminance(colour):
     channels = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
@@ -485,7 +702,7 @@ def start(page, **traits):
 @pytest.mark.browser
 def test_the_script_opens_on_the_static_frame(page):
     parts = [".kvf-summary", ".kvf-devices", ".kvf-summary + .kvf-key", ".kvf-readout", ".kvf-axes", ".kvf-counts",
-             ".kvf-heads", ".kvf-sharing", ".kvf-formula"]
+             ".kvf-heads", ".kvf-sharing", ".kvf-formula", ".kvf-least-most", ".kvf-ruler", ".kvf-lines"]
     still = [page.locator(part).text_content() for part in parts]
     path = page.locator("path.kvf-uncached").get_attribute("d")
     start(page)
@@ -511,18 +728,19 @@ def test_the_figures_answer_the_keyboard(page):
 @pytest.mark.browser
 def test_a_notebook_shows_caption_and_description_too(page):
     start(page, caption="An <answer>.", alt="What it is")
-    assert page.get_by_role("figure", name="What it is", exact=True).count() == 3
-    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 3
+    assert page.get_by_role("figure", name="What it is", exact=True).count() == 4
+    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 4
 
 
 @pytest.mark.browser
 def test_every_control_has_its_own_name(page):
     start(page)
     named = {"combobox": ["Model", "Weights in", "KV in", "Heads of"],
-             "slider": ["Tokens each", "People at once", "Step", "Query head"]}
+             "slider": ["Tokens each", "People at once", "Step", "Query head", "Value", "Largest value in the vector",
+                        "View"]}
     for role, names in named.items():
-        assert [page.get_by_role(role, name=name, exact=True).count() for name in names] == [1, 1, 1, 1]
-        assert page.get_by_role(role).count() == 4
+        assert [page.get_by_role(role, name=name, exact=True).count() for name in names] == [1] * len(names)
+        assert page.get_by_role(role).count() == len(names)
 
 
 @pytest.mark.browser
@@ -600,6 +818,91 @@ def test_the_replay_plays_to_its_end_and_stops(page):
     page.get_by_role("button", name="Play").wait_for(timeout=20_000)
     assert "24.7 times the tokens for the same 40 tokens" in page.locator(".kvf-readout").text_content()
     assert page.locator(".kvf-readout").get_attribute("aria-live") == "polite"
+
+
+def slide(page, name, value):
+    """Move a slider of the number lines by keys, until it says ``value``."""
+    slider = page.get_by_role("slider", name=name, exact=True)
+    slider.focus()
+    page.keyboard.press("Home")
+    for _ in range(int(slider.get_attribute("max"))):
+        if slider.get_attribute("aria-valuetext") == value:
+            return
+        page.keyboard.press("ArrowRight")
+    assert slider.get_attribute("aria-valuetext") == value
+
+
+@pytest.mark.browser
+def test_the_number_lines_answer_the_keyboard(page):
+    start(page)
+    said, landings = page.locator(".kvf-least-most"), page.locator(".kvf-landing")
+    assert said.get_attribute("aria-live") == "polite"
+    slide(page, "Largest value in the vector", "40")
+    assert "In a vector whose largest value is 40, 0.05 is changed least by" in said.text_content()
+    assert landings.nth(4).text_content() == "→ 0off by 0.05, 100\N{NO-BREAK SPACE}%0x00 = 00000000"
+    value = page.get_by_role("slider", name="Value", exact=True)
+    value.focus()
+    page.keyboard.press("ArrowRight")
+    assert value.get_attribute("aria-valuetext") == "0.051"
+    page.keyboard.press("End")
+    assert landings.nth(1).text_content() == "→ 0.2031off by 0.0031, 1.6\N{NO-BREAK SPACE}%0x25 = 0 0100 101"
+
+
+@pytest.mark.browser
+def test_another_view_keeps_the_value_and_shows_it_at_the_edge_where_it_lies_outside(page):
+    start(page)
+    value = page.get_by_role("slider", name="Value", exact=True)
+    for view, expected in (("−200 to 200", "0.05"), ("−0.02 to 0.02", "0.02"), ("−0.1 to 0.1", "0.05")):
+        slide(page, "View", view)
+        assert value.get_attribute("aria-valuetext") == expected
+    value.focus()
+    page.keyboard.press("Home")
+    for view, expected in (("−0.02 to 0.02", "−0.02"), ("−10 to 10", "−0.1")):
+        slide(page, "View", view)
+        assert value.get_attribute("aria-valuetext") == expected
+
+
+@pytest.mark.browser
+def test_the_script_draws_the_lines_that_python_draws(page):
+    start(page)
+    for view, window, largest in (("−0.1 to 0.1", 0.1, 40.0), ("−5 to 5", 5.0, 4.0), ("−100 to 100", 100.0, 0.5)):
+        slide(page, "Largest value in the vector", significant(largest, 4))
+        slide(page, "View", view)
+        value = page.get_by_role("slider", name="Value", exact=True).get_attribute("aria-valuetext")
+        still = number_lines(FORMATS, value=float(value.replace("−", "-")), largest=largest, window=window).static_html
+        for part in (".kvf-lines", ".kvf-ruler"):
+            assert page.locator(part).inner_html().replace("&nbsp;", "\N{NO-BREAK SPACE}") in still
+
+
+@pytest.mark.browser
+def test_a_value_is_dragged_along_any_line_and_not_beyond_its_ends(page):
+    start(page)
+    value = page.get_by_role("slider", name="Value", exact=True)
+    line = page.locator(".kvf-line").nth(3)
+    line.scroll_into_view_if_needed()
+    box = line.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 4, middle)
+    assert value.get_attribute("aria-valuetext") == "0.05"
+    page.mouse.down()
+    assert value.get_attribute("aria-valuetext") == "−0.1"
+    page.mouse.move(box["x"] + box["width"] * 0.75, middle + 60, steps=3)
+    assert value.get_attribute("aria-valuetext") == "0.1"
+    page.mouse.move(box["x"] + box["width"] + 20, middle)
+    assert value.get_attribute("aria-valuetext") == "0.2"
+    page.mouse.up()
+    page.mouse.move(box["x"], middle)
+    assert value.get_attribute("aria-valuetext") == "0.2"
+
+
+@pytest.mark.browser
+def test_the_handle_stands_over_the_value(page):
+    start(page)
+    slider = page.get_by_role("slider", name="Value", exact=True)
+    slid, line = slider.bounding_box(), page.locator(".kvf-line").first.bounding_box()
+    assert (line["x"] - slid["x"], slid["width"] - line["width"]) == (8, 16)
+    marks = page.locator(".kvf-at").evaluate_all("all => all.map(each => each.getBoundingClientRect().left)")
+    assert marks == pytest.approx([line["x"] + line["width"] * 0.625] * len(FORMATS), abs=1)
 
 
 @pytest.mark.browser

@@ -186,6 +186,37 @@ def test_triton_is_interpreted_only_without_a_gpu_and_before_its_import(monkeypa
     assert os.environ.get("TRITON_INTERPRET") == interpreted
 
 
+@pytest.mark.parametrize(("chosen", "spin"), [
+    ({}, str(session.SPIN_COUNT)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)])
+def test_threads_spin_briefly_unless_the_user_chose_otherwise(monkeypatch, chosen, spin):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "remembered by monkeypatch")
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    session.limit_thread_spin()
+    assert os.environ.get("GOMP_SPINCOUNT") == spin
+    assert os.environ.get("OMP_WAIT_POLICY") == chosen.get("OMP_WAIT_POLICY")
+
+
+@pytest.mark.parametrize("call", ["kvbook.lab.setup()", "kvbook.cli.main(['info', 'no-such-model'])"])
+def test_the_spin_is_set_before_torch_is_loaded(call):
+    script = f"""if True:
+        import os, sys
+        class Watch:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch":
+                    print("spin", os.environ.get("GOMP_SPINCOUNT"))
+        sys.meta_path.insert(0, Watch())
+        import kvbook.cli, kvbook.lab
+        {call}
+    """
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", script], env=clean, capture_output=True, text=True)
+    assert f"spin {session.SPIN_COUNT}\n" in done.stdout, done.stderr
+    assert "spin None" not in done.stdout
+
+
 @pytest.mark.parametrize("building", [True, False])
 def test_progress_bars_are_off_only_while_the_book_is_built(monkeypatch, building):
     for name in ("KVBOOK_BUILDING", "TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):

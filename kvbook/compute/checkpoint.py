@@ -2,8 +2,9 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'FAMILIES', 'cache_dir', 'atomic_file', 'default_model_path', 'SafetensorsSource', 'GGUFTensor',
-           'read_gguf', 'GGUFSource', 'check_layers', 'fill', 'Tokenizer', 'Detokenizer', 'tokenizer_from_gguf',
-           'tokenizer_from_folder', 'Loaded', 'locate', 'read_config', 'load', 'named', 'as_device', 'as_dtype']
+           'read_gguf', 'GGUFSource', 'check_layers', 'set_weight', 'fill', 'Tokenizer', 'Detokenizer',
+           'tokenizer_from_gguf', 'tokenizer_from_folder', 'Loaded', 'locate', 'read_config', 'load', 'named',
+           'as_device', 'as_dtype']
 
 # %% ../../nbs/00b_checkpoint.ipynb #9a2a045a
 import errno
@@ -334,8 +335,14 @@ def _numbers(tensor: GGUFTensor, start: int = 0, stop: int | None = None) -> np.
     return np.array(dequantize(tensor.data[start:stop], tensor.kind))
 
 # %% ../../nbs/00b_checkpoint.ipynb #3460d1e4
+def set_weight(model: nn.Module, name: str, weight: Tensor) -> None:
+    """Make `weight` the parameter called `name`, without gradient."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+
+
 def fill(model: Transformer, source, dtype: torch.dtype, device: str | torch.device = "cpu",
-         block_elements: int = 1 << 20) -> Transformer:
+         block_elements: int = 1 << 20, place: Callable = set_weight) -> Transformer:
     """Give a model without memory its weights, a block of rows at a time.
 
     Args:
@@ -344,6 +351,7 @@ def fill(model: Transformer, source, dtype: torch.dtype, device: str | torch.dev
         dtype: of the weights in memory.
         device: where they go.
         block_elements: elements that are converted at once.
+        place: ``place(model, name, weight)`` puts a whole weight into the model; by default as it is.
 
     Returns:
         the same model, filled, in evaluation mode.
@@ -367,8 +375,7 @@ def fill(model: Transformer, source, dtype: torch.dtype, device: str | torch.dev
             if not rows.is_floating_point():
                 raise ValueError(f"tensor {name} holds {rows.dtype}, not floating-point numbers")
             weight[start:stop] = rows
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+        place(model, name, weight)
     model.rope_speed = model.rope_speed.to(device)
     return model.eval()
 
@@ -470,21 +477,17 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self._tokenizer, self._stream = tokenizer, self._new_stream()
         self._token_ids: list[int] = []
         self._emitted = 0
 
     def push(self, token_id: int) -> str:
         """Text that this token completes: often a word, sometimes nothing."""
-        from tokenizers.decoders import DecodeStream
-
         self._token_ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer.backend, token_id) or ""
         except Exception:              # bytes that can never become a character: mark them and begin anew
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = self._new_stream()
             piece = "\ufffd" + (self._stream.step(self._tokenizer.backend, token_id) or "")
         self._emitted += len(piece)
         return piece
@@ -492,6 +495,12 @@ class Detokenizer:
     def finish(self) -> str:
         """Text of whatever is still held back; empty after whole characters."""
         return self._tokenizer.decode(self._token_ids)[self._emitted:]
+
+    @staticmethod
+    def _new_stream():
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=True)
 
 # %% ../../nbs/00b_checkpoint.ipynb #f48fadfe
 _LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -643,7 +652,7 @@ def _folder_config(folder: Path, families: Mapping) -> tuple[ModelConfig, Callab
 
 # %% ../../nbs/00b_checkpoint.ipynb #45da47f0
 def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto",
-         families: Mapping = FAMILIES) -> Loaded:
+         families: Mapping = FAMILIES, place: Callable = set_weight) -> Loaded:
     """Load a checkpoint into memory.
 
     Args:
@@ -652,6 +661,7 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
         dtype: of the weights: a torch dtype or its name; ``"auto"`` takes bfloat16 where the
             device multiplies in it, else float32.
         families: architectures that can be loaded from folders; later chapters have more, as `FAMILIES` has them.
+        place: as `fill` takes it.
 
     Returns:
         (model, tokenizer). Peak memory is the weights and one block of rows.
@@ -674,7 +684,7 @@ def load(name: str = "default", *, device: str | torch.device = "cpu", dtype: st
             config = replace(config, eos_token_ids=tokenizer.end_token_ids)
         with torch.device("meta"):
             model = Transformer(config, layer)
-        fill(model, source, dtype, device)
+        fill(model, source, dtype, device, place=place)
     return Loaded(model, tokenizer)
 
 

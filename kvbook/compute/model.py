@@ -349,6 +349,7 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        self.lm_head = None                                    # tied: logits are products with the embeddings
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         speed, self.rope_factor = rope_frequencies(config)
@@ -356,13 +357,13 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.embed_tokens.weight.dtype
+        """Of the stream between the layers; weights may be packed more tightly (chapter 2)."""
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed_tokens.weight.device
+        return self.norm.weight.device
 
     @property
     def num_weight_bytes(self) -> int:
@@ -396,9 +397,9 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden_size]; returns float32 [S, vocab_size]."""
-        head = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        logits, cap = F.linear(hidden, head).float(), self.config.final_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        logits = F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        cap = self.config.final_softcap
+        return logits.float() if cap is None else cap * torch.tanh(logits.float() / cap)
 
 # %% ../../nbs/00a_model.ipynb #d93fb81b
 @dataclass

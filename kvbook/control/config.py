@@ -43,9 +43,12 @@ KV_FORMATS = {f.name: f for f in (
     KVFormat("float32", 32),
     KVFormat("bfloat16", 16),
     KVFormat("float16", 16),
-    KVFormat("fp8_e4m3", 8),                          # one scale for the whole model: no bytes in the cache
+    KVFormat("fp8_e4m3", 8),                          # scales fixed when the engine is built: no bytes in the cache
     KVFormat("fp8_e5m2", 8),
-    KVFormat("int8", 8, scale_bytes=2),               # a float16 scale per token and head
+    KVFormat("int8_static", 8),
+    KVFormat("fp8_e4m3_token", 8, scale_bytes=2),     # a float16 scale per token and head
+    KVFormat("fp8_e5m2_token", 8, scale_bytes=2),
+    KVFormat("int8", 8, scale_bytes=2),
     KVFormat("int4", 4, scale_bytes=4, group=32),     # a float16 scale and offset per 32 channels
 )}
 

@@ -3,9 +3,11 @@
 # %% auto #0
 __all__ = ['PALETTE', 'STATIC', 'WEIGHT_BYTES_PER_PARAM', 'MAX_HEADS', 'esm_source', 'in_kernel', 'Figure', 'three_digits',
            'format_bytes', 'plan', 'summarize', 'verdict', 'geometric_steps', 'planner', 'count_two_loops', 'staircase',
-           'readout', 'two_loops', 'share', 'arrange', 'describe', 'heads']
+           'readout', 'two_loops', 'share', 'arrange', 'describe', 'heads', 'place', 'nearest', 'significant',
+           'landing', 'compare_formats', 'in_view', 'number_lines']
 
 # %% ../../nbs/91_figures.ipynb #55d3586c
+import bisect
 import html
 import importlib.util
 import json
@@ -13,9 +15,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_HALF_UP, Context
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 # %% ../../nbs/91_figures.ipynb #eff0ded8
@@ -541,3 +545,271 @@ def heads(configs: Sequence[Mapping[str, object]], *, start: Mapping[str, object
         "Every layer has such heads of its own."),
         "Query heads in groups, each group over the KV head that it reads",
         _heads_html(configs[names.index(first["model"])], first["head"]))
+
+# %% ../../nbs/91_figures.ipynb #24c9773b
+def place(number_format: Mapping[str, object], largest: float) -> tuple[float, float]:
+    """Return where a format's list of values begins, and what a 1 in it is worth, for a vector's largest value."""
+    last = number_format["values"][-1]
+    if number_format.get("affine"):
+        return -largest, 2 * largest / last
+    return 0.0, largest / last if number_format.get("scaled") else 1.0
+
+
+def _nearest_float(number_format: Mapping[str, object], value: float,
+                   to_whole: Callable[[float], int]) -> tuple[int, float, bool]:
+    """Return code, number and whether it was clipped; codes of numbers that are not negative are consecutive."""
+    bits, fraction_bits = number_format["bits"], number_format["fraction_bits"]
+    lowest = 2 - 2 ** (number_format["exponent_bits"] - 1)
+    greatest = (2 - 2.0**-fraction_bits) * 2.0 ** (1 - lowest)
+    magnitude = min(abs(value), greatest)
+    exponent = max(math.frexp(magnitude)[1] - 1, lowest) if magnitude else lowest
+    step = 2.0 ** (exponent - fraction_bits)
+    steps = to_whole(magnitude / step)
+    code = (exponent - lowest) * 2**fraction_bits + steps
+    negative = value < 0 and code > 0
+    return code + negative * 2 ** (bits - 1), -steps * step if negative else steps * step, abs(value) > greatest
+
+
+def _nearest_listed(number_format: Mapping[str, object], value: float, largest: float) -> tuple[int, float, bool]:
+    values, codes = number_format["values"], number_format["codes"]
+    offset, scale = place(number_format, largest)
+    wanted = (value - offset) / scale
+    above = min(bisect.bisect_left(values, wanted), len(values) - 1)
+    below = max(above - 1, 0)
+    gaps = wanted - values[below], values[above] - wanted
+    chosen = below if gaps[0] < gaps[1] or (gaps[0] == gaps[1] and codes[below] % 2 == 0) else above
+    affine = bool(number_format.get("affine"))
+    end = largest if affine or number_format.get("scaled") else values[-1]
+    clipped = value > end or value < (-largest if affine else scale * values[0])
+    return codes[chosen], offset + scale * values[chosen], clipped
+
+# %% ../../nbs/91_figures.ipynb #9a71e764
+def nearest(number_format: Mapping[str, object], value: float, largest: float) -> dict[str, object]:
+    """Find where a value lands: the nearest number that a format holds, of two equally near the one of even code.
+
+    Args:
+        number_format: one of those that ``number_lines`` takes.
+        value: what is to be held.
+        largest: the largest magnitude of the vector, which sets the scale of scaled and affine formats.
+
+    Returns:
+        ``code``, ``point`` (the number), ``error`` (its distance to the value) and whether the value lay outside,
+        ``clipped``.
+    """
+    code, point, clipped = (_nearest_listed(number_format, value, largest) if "values" in number_format
+                            else _nearest_float(number_format, value, round))
+    error = abs(point - value)
+    return {"code": code, "point": point, "clipped": clipped, "error": 0 if error < 1e-12 * abs(value) else error}
+
+# %% ../../nbs/91_figures.ipynb #f213a502
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def significant(value: float, digits: int) -> str:
+    """Write a number with so many significant digits at most, very small and large ones with a power of ten."""
+    if value == 0:
+        return "0"
+    rounded = Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal(abs(value)).normalize()
+    power = rounded.adjusted()
+    text = f"{rounded:f}" if -5 <= power <= 8 else (
+        f"{rounded.scaleb(-power):f} × 10{str(power).translate(_SUPERSCRIPTS)}")
+    return f"−{text}" if value < 0 else text
+
+
+def _lost(error: float, value: float) -> str:
+    if error == 0:
+        return "exact"
+    if value == 0:
+        return f"off by {significant(error, 2)}"
+    relative = error / abs(value)
+    share = f"{significant(100 * relative, 2)}\N{NO-BREAK SPACE}%" if relative < 10 else f"{three_digits(relative)} times the value"
+    return f"off by {significant(error, 2)}, {share}"
+
+
+def _bit_fields(number_format: Mapping[str, object], code: int) -> str:
+    bits, at, fields = f"{code:0{number_format['bits']}b}", 0, []
+    whole = ([number_format["bits"]] if "values" in number_format
+             else [1, number_format["exponent_bits"], number_format["fraction_bits"]])
+    for width in number_format.get("fields", whole):
+        fields.append(bits[at:at + width])
+        at += width
+    return " ".join(fields)
+
+
+def landing(number_format: Mapping[str, object], value: float, largest: float) -> dict[str, str]:
+    """Say where a value lands, as ``point``, ``code`` (hexadecimal, and the bits of each field) and ``lost``."""
+    found = nearest(number_format, value, largest)
+    digits = math.ceil(number_format["bits"] / 4)
+    return {"point": significant(found["point"], 4),
+            "code": f"0x{found['code']:0{digits}x} = {_bit_fields(number_format, found['code'])}",
+            "lost": _lost(found["error"], value) + (", clipped" if found["clipped"] else "")}
+
+
+def compare_formats(formats: Sequence[Mapping[str, object]], value: float, largest: float) -> str:
+    """Say which format changes a value least, and which most."""
+    errors = [nearest(each, value, largest)["error"] for each in formats]
+    least, most = (f"{formats[errors.index(error)]['name']} ({_lost(error, value)})"
+                   for error in (min(errors), max(errors)))
+    return (f"In a vector whose largest value is {significant(largest, 4)}, {significant(value, 4)} is changed least by "
+            f"{least} and most by {most}.")
+
+# %% ../../nbs/91_figures.ipynb #03bc6411
+_WIDTH, _CLOSE = 10_000, 30
+
+
+def _across(number: float, window: float) -> int:
+    return math.floor(_WIDTH * (number + window) / (2 * window) + 0.5)
+
+
+def in_view(number_format: Mapping[str, object], largest: float, window: float) -> dict[str, object]:
+    """Draw the numbers of a format between ``-window`` and ``window``.
+
+    Returns:
+        ``ticks`` and, where they are too close to tell, a ``band`` (SVG paths, 10,000 wide), and how many numbers are
+        ``shown`` of the ``total``.
+    """
+    if "values" not in number_format:
+        greatest = 2 ** (number_format["bits"] - 1) - 2 ** number_format["fraction_bits"] - 1
+        return {"ticks": "", "band": f"M0 4H{_WIDTH}V20H0Z", "total": 2 * greatest + 1,
+                "shown": 2 * _nearest_float(number_format, window, math.floor)[0] + 1}
+    offset, scale = place(number_format, largest)
+    points = [point for point in (offset + scale * each for each in number_format["values"]) if abs(point) <= window]
+    runs = []
+    for x in (_across(point, window) for point in points):
+        if runs and x - runs[-1][1] < _CLOSE:
+            runs[-1][1] = x
+        else:
+            runs.append([x, x])
+    return {"ticks": "".join(f"M{start} 4V20" for start, end in runs if start == end),
+            "band": "".join(f"M{start} 4H{end}V20H{start}Z" for start, end in runs if start < end),
+            "shown": len(points), "total": len(number_format["values"])}
+
+# %% ../../nbs/91_figures.ipynb #30c347db
+def _scale_text(number_format: Mapping[str, object], largest: float) -> str:
+    if "values" not in number_format:
+        return ""
+    scale = significant(place(number_format, largest)[1], 3)
+    return (f"from {significant(-largest, 4)} in steps of {scale}" if number_format.get("affine") else f"scale {scale}")
+
+
+def _error_bar(at: int, lands: int) -> str:
+    if lands < 0:
+        return f"M{at} 12H0M150 5L0 12L150 19"
+    arrow = f"{_WIDTH}M{_WIDTH - 150} 5L{_WIDTH} 12L{_WIDTH - 150} 19"
+    return f"M{at} 12H{arrow if lands > _WIDTH else lands}"
+
+
+def _line_html(number_format: Mapping[str, object], value: float, largest: float, window: float) -> str:
+    """Draw the line of one format, with where the value lands."""
+    drawn, said = in_view(number_format, largest, window), landing(number_format, value, largest)
+    at, lands = (_across(each, window) for each in (value, nearest(number_format, value, largest)["point"]))
+    dot = f"M{lands} 12h0" if 0 <= lands <= _WIDTH else ""
+    paths = "".join(f'<path class="kvf-{name}" d="{path}"></path>' for name, path in (
+        ("base", f"M0 12H{_WIDTH}"), ("band", drawn["band"]), ("ticks", drawn["ticks"]), ("halo", dot),
+        ("at", f"M{at} 0V24"), ("off", _error_bar(at, lands)), ("lands", dot)))
+    notes = "; ".join(filter(None, (_scale_text(number_format, largest), number_format.get("error", ""))))
+    moves = number_format.get("scaled") or number_format.get("affine")
+    return (f'<li class="kvf-{"moves" if moves else "stays"}"><p class="kvf-format">'
+            f'<strong>{html.escape(number_format["name"], quote=False)}</strong>'
+            f'<span>{html.escape(notes, quote=False)}</span>'
+            f'<span class="kvf-shown">{drawn["shown"]:,} of {drawn["total"]:,} in view</span></p>'
+            f'<svg class="kvf-line" viewBox="0 0 {_WIDTH} 24" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
+            f'<p class="kvf-landing"><span>→ {said["point"]}</span><span>{said["lost"]}</span>'
+            f'<span>{said["code"]}</span></p></li>')
+
+
+def _number_lines_html(data: Mapping[str, object]) -> str:
+    """Draw the frame that the number lines open on."""
+    value, largest, window = (data["start"][name] for name in ("value", "largest", "window"))
+    marks = "".join(f'<span style="left:{at}%">{significant((at - 50) / 50 * window, 3)}</span>'
+                    for at in (0, 25, 50, 75, 100))
+    lines = "".join(_line_html(each, value, largest, window) for each in data["formats"])
+    return (f'<p class="kvf-least-most">{html.escape(compare_formats(data["formats"], value, largest))}</p>'
+            f'<p class="kvf-ruler" aria-hidden="true">{marks}</p><ul class="kvf-lines">{lines}</ul>')
+
+# %% ../../nbs/91_figures.ipynb #257fabe1
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_listed(require: Callable[[bool, str, str], None], number_format: Mapping[str, object]) -> None:
+    values, codes = (list(number_format.get(name) or ()) for name in ("values", "codes"))
+    require(len(values) > 1 and all(map(_is_number, values)) and all(a < b for a, b in pairwise(values)),
+            "values", "two or more numbers, each above the one before")
+    codes_fit = all(isinstance(code, int) and 0 <= code < 2 ** number_format["bits"] for code in codes)
+    require(len(codes) == len(values) and len(set(codes)) == len(codes) and codes_fit,
+            "codes", f"{len(values)} different codes of {number_format['bits']} bits, one for each value")
+    require(all((a + b) % 2 for a, b in pairwise(codes)), "codes", "of two neighbours one even, one odd")
+    if number_format.get("affine"):
+        require(values[0] == 0, "values", "numbers from 0, since the format is affine")
+    elif number_format.get("scaled"):
+        require(values[-1] > 0, "values", "a last number above 0, since the format is scaled")
+
+
+def _check_format(index: int, number_format: Mapping[str, object]) -> None:
+    """Raise ValueError where a format of ``number_lines`` lacks something or cannot be."""
+    def require(holds: bool, name: str, accepted: str) -> None:
+        _require(holds, f"formats[{index}][{name!r}]", number_format.get(name), accepted)
+
+    require(isinstance(number_format.get("name"), str) and bool(number_format["name"]), "name", "a text")
+    require(_is_whole(number_format.get("bits")) and number_format["bits"] <= 16, "bits", "a whole number, 1 to 16")
+    if "values" in number_format:
+        _check_listed(require, number_format)
+    else:
+        for name in ("exponent_bits", "fraction_bits"):
+            require(_is_whole(number_format.get(name)), name, "a whole number above 0, where there are no values")
+        require(number_format["fraction_bits"] >= 7, "fraction_bits", "7 or more; list the values of a smaller float")
+        _require(1 + number_format["exponent_bits"] + number_format["fraction_bits"] == number_format["bits"],
+                 f"formats[{index}]['bits']", number_format["bits"], "1 + exponent_bits + fraction_bits")
+        for name in ("scaled", "affine"):
+            require(not number_format.get(name), name, "False, where there are no values")
+    if "fields" in number_format:
+        require(sum(number_format["fields"]) == number_format["bits"], "fields", "widths that add up to bits")
+
+# %% ../../nbs/91_figures.ipynb #75efdfa3
+def _stops(mantissas: Sequence[float], least: float, most: float, *also: float) -> list[float]:
+    numbers = (float(f"{mantissa}e{power}") for power in range(-6, 7) for mantissa in mantissas)
+    return sorted({*(number for number in numbers if least <= number <= most), *also})
+
+
+def number_lines(formats: Sequence[Mapping[str, object]], *, value: float = 0.05, largest: float = 4.0,
+                 window: float | None = None, caption: str | None = None) -> Figure:
+    """Make the number lines: which numbers each format can hold, and where a value lands among them.
+
+    Args:
+        formats: dicts, one for each line, with ``name`` (each its own), ``bits`` (at most 16), ``values`` (a list of
+            numbers at scale 1, each above the one before) and ``codes`` (one for each value; of two neighbours one is
+            even). ``scaled`` true: the last value stands for the largest of the vector. ``affine`` true: the values
+            begin with 0 and are spread from minus the largest to the largest. Neither: scale 1. A float of 16 bits
+            has ``exponent_bits`` and ``fraction_bits`` (7 or more) instead of values and codes. ``fields`` (widths
+            from the highest bit) groups the bits of a code; ``error`` (a short text) stands beside the name.
+        value: to open on.
+        largest: magnitude in the vector, to open on.
+        window: the lines are seen from ``-window`` to ``window``; without one, to about four times the value.
+        caption: replaces the one that fits any formats.
+
+    Raises:
+        ValueError: a field is missing or out of range; names it and what would be accepted.
+    """
+    _require(bool(formats), "formats", formats, "at least one format")
+    for index, each in enumerate(formats):
+        _check_format(index, each)
+    names = [each["name"] for each in formats]
+    _require(len(set(names)) == len(names), "names of formats", names, "each name once")
+    _require(_is_number(value), "value", value, "a finite number")
+    _require(_is_number(largest) and 1e-4 <= largest <= 1e4, "largest", largest, "0.0001 to 10000")
+    most = 100 * max(largest, abs(value))
+    windows = _stops((1, 2, 5), largest / 500, most)
+    if window is None:
+        window = next((each for each in windows if each >= 4 * abs(value)), most)
+    _require(_is_number(window) and window > 0 and abs(value) <= window, "window", window, f"{abs(value)} or more")
+    data = {"formats": [dict(each) for each in formats],
+            "start": {"value": value, "largest": largest, "window": window},
+            "largests": _stops((1, 1.5, 2, 3, 4, 5, 6, 8), largest / 20, 100 * largest, largest),
+            "windows": sorted({*windows, window})}
+    return Figure("number_lines", data, caption or (
+        "Integer steps are the same everywhere and grow with the largest value; float steps grow with the value itself. "
+        "Each mark is a number that the format holds; the dashed line is the value, and the dot is the nearest number (of "
+        "two equally near, the one with the even code). Blue marks are scaled to the vector."),
+        "Number lines of several formats, one above the other, with a value and the number it becomes in each",
+        _number_lines_html(data))
