@@ -464,7 +464,7 @@ def as_token(token, vocab_size: int, where: str) -> int:
 # %% ../../nbs/00a_model.ipynb #871ff160
 def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *,
                  stop_token_ids: Sequence[int] | None = None, use_cache: bool = True, max_model_len: int | None = None,
-                 attention: Callable = causal_attention) -> Iterator[list[Generation]]:
+                 attention: Callable = causal_attention, make_cache: Callable | None = None) -> Iterator[list[Generation]]:
     """Decode all prompts together, always taking the likeliest token; yield after every step.
 
     Args:
@@ -475,6 +475,8 @@ def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_token
         use_cache: keep keys and values, or compute the whole sequence at every step.
         max_model_len: limit on prompt and answer together, in tokens; by default the model's.
         attention: ``attention(q, k, v, spec)``; models with windows or soft-caps need chapter 1's.
+        make_cache: ``make_cache(num_requests, capacity)`` in place of a `ContiguousCache`, with room for each request in
+            the row of its number.
 
     Yields:
         the same list of `Generation` each time, one a prompt, grown by the step.
@@ -490,7 +492,9 @@ def greedy_steps(model: Transformer, prompts: Sequence[Sequence[int]], max_token
     except TypeError as error:
         raise ValueError(f"stop_token_ids={stop_token_ids!r} must be token ids ({error})") from error
     capacity = min(limit, max((len(run.prompt_token_ids) for run in runs), default=0) + max_tokens)
-    if use_cache:
+    if use_cache and make_cache:
+        cache = make_cache(len(runs), capacity)
+    elif use_cache:
         check_room(model, len(runs), capacity)
         cache = ContiguousCache(model.specs, len(runs), capacity, model.dtype, model.device, attention)
     else:
@@ -544,11 +548,8 @@ def _likeliest(model: Transformer, batch: Batch, cache) -> list[int | None]:
     return [None if bad else token for bad, token in zip(broken, logits.argmax(-1).tolist(), strict=True)]
 
 
-def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *,
-             stop_token_ids: Sequence[int] | None = None, use_cache: bool = True,
-             max_model_len: int | None = None, attention: Callable = causal_attention) -> list[Generation]:
-    """Run `greedy_steps` to its end; arguments and errors are its own. Returns one `Generation` a prompt."""
-    steps = greedy_steps(model, prompts, max_tokens, stop_token_ids=stop_token_ids, use_cache=use_cache,
-                         max_model_len=max_model_len, attention=attention)
+def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_tokens: int = 16, **options) -> list[Generation]:
+    """Run `greedy_steps` to its end; arguments, options and errors are its own. Returns one `Generation` a prompt."""
+    steps = greedy_steps(model, prompts, max_tokens, **options)
     last = deque(steps, maxlen=1)
     return last[0] if last else []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint import FAMILIES, Loaded, as_device, as_dtype, load, set_weight
-from .model import Batch, NoCache, Transformer, causal_attention
+from .model import Batch, NoCache, Transformer, as_token, causal_attention, require_count
 
 # %% ../../nbs/02a_weights.ipynb #afd008fe
 class Int4Linear(nn.Module):
@@ -28,18 +28,20 @@ class Int4Linear(nn.Module):
         dtype: of the activations, and of steps and smallest values.
 
     Raises:
-        ValueError: if the group does not divide the input channels.
+        ValueError: if the group is not an even number that divides the input channels.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, group: int = 32, dtype: torch.dtype = torch.bfloat16):
         super().__init__()
         rows, columns = weight.shape
-        if group < 2 or columns % group or columns % 2:
-            raise ValueError(f"group={group} does not divide {columns} input channels")
+        require_count(group, "group", 2)
+        if group % 2 or columns % group:
+            raise ValueError(f"group={group} is not an even number that divides {columns} input channels")
         groups = weight.float().unflatten(1, (-1, group))
         low = groups.amin(-1)
         step = (groups.amax(-1) - low) / 15
-        codes = (groups - low[..., None]).div_(torch.where(step == 0, 1, step)[..., None]).round_().flatten(1)
+        codes = (groups - low[..., None]).div_(torch.where(step == 0, 1, step)[..., None])
+        codes = codes.round_().clamp_(0, 15).flatten(1)    # a step of a few 10⁻⁴⁵ is itself rounded
         self.shape, self.group, self.bias = (rows, columns), group, bias
         self.native = weight.device.type == "cpu" and group in (32, 64, 128, 256) and rows % 16 == 0
         if self.native:
@@ -83,24 +85,30 @@ class Int8Linear(nn.Module):
         int8_inputs: round the activations to int8 as well, a scale for each token, and multiply integers (W8A8);
             otherwise they stay as they are (W8A16).
         smooth: [in], divides the inputs and multiplies the weights before both are rounded; see `smoothing`.
+
+    Raises:
+        ValueError: for `smooth` without `int8_inputs`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16,
                  int8_inputs: bool = True, smooth: Tensor | None = None):
         super().__init__()
+        if smooth is not None and not int8_inputs:
+            raise ValueError("smooth needs int8_inputs=True: inputs that are not rounded have nothing to gain")
         weight = weight.float() if smooth is None else weight.float() * smooth
         scale = weight.abs().amax(1) / 127
-        codes = (weight / torch.where(scale == 0, 1, scale)[:, None]).round_().to(torch.int8)
-        self.bias, self.int8_inputs = bias, int8_inputs
-        self.packed, self.scale = _frozen(codes), _frozen(scale if int8_inputs else scale.to(dtype))
+        scale = scale if int8_inputs else scale.to(dtype)  # rounded before the codes are, which then make up for it
+        codes = _int8_codes(weight, scale.float()[:, None])
+        self.bias, self.int8_inputs, self.dtype = bias, int8_inputs, dtype
+        self.packed, self.scale = _frozen(codes), _frozen(scale)
         self.smooth = None if smooth is None else _frozen(smooth.float())
         self.native = codes.shape[1] % 32 == 0             # torch's int8 kernels misread or refuse other widths
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], decoded; with `smooth` undone."""
+        """[out, in], decoded, in the dtype of the activations; with `smooth` undone."""
         weight = self.packed.float() * self.scale.float()[:, None]
-        return weight if self.smooth is None else weight / self.smooth
+        return (weight if self.smooth is None else weight / self.smooth).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, in]; returns [T, out]."""
@@ -115,12 +123,18 @@ class Int8Linear(nn.Module):
     def _integer_product(self, x: Tensor) -> Tensor:
         wide = x.float() if self.smooth is None else x.float() / self.smooth
         scale = wide.abs().amax(-1, keepdim=True) / 127
-        codes = (wide / torch.where(scale == 0, 1, scale)).round().nan_to_num(0).to(torch.int8)
+        codes = _int8_codes(wide, scale)
         if self.native and x.device.type == "cpu":
-            product = torch._int_mm(codes, self.packed.T).float()
-        else:                                              # float32 sums of integers are exact up to 2²⁴
-            product = F.linear(codes.float(), self.packed.float())
-        return (product * scale * self.scale).to(x.dtype)  # a token that was not finite has such a scale
+            product = torch._int_mm(codes, self.packed.T)
+        else:                                              # integers up to 2²⁴, here 1024 · 127², are exact in float32
+            parts = zip(codes.split(1024, 1), self.packed.split(1024, 1), strict=True)
+            product = sum(F.linear(a.float(), b.float()).double() for a, b in parts)
+        return (product.float() * scale * self.scale).to(x.dtype)   # a token that was not finite has such a scale
+
+
+def _int8_codes(x: Tensor, scale: Tensor) -> Tensor:
+    codes = x / torch.where(scale == 0, 1, scale)
+    return codes.round_().clamp_(-127, 127).nan_to_num_(0).to(torch.int8)
 
 
 class Int8Embedding(nn.Module):
@@ -158,12 +172,17 @@ def packer(weights: str, dtype: torch.dtype, group: int = 32, smooth: Mapping[st
         smooth: module name → [in], of ``"w8a8"``, as `smoothing` returns it.
 
     Raises:
-        ValueError: for an unknown `weights`; when a weight comes, if the group does not divide it.
+        ValueError: for an unknown `weights`, or `smooth` with another than ``"w8a8"``; when a weight comes, if the group
+            does not divide it, or it is packed already.
     """
     if weights not in WEIGHT_FORMATS:
         raise ValueError(f"weights={weights!r} is unknown; known: {', '.join(WEIGHT_FORMATS)}")
+    if smooth and weights != "w8a8":
+        raise ValueError(f"smooth goes with weights='w8a8'; weights={weights!r} leaves the inputs as they are")
 
     def place(model: nn.Module, name: str, weight: Tensor) -> None:
+        if not weight.is_floating_point():
+            raise ValueError(f"{name} is packed already ({weight.dtype}); give a model in floating point")
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         is_head = owner == "lm_head"
@@ -229,27 +248,33 @@ def smoothing(model: Transformer, token_ids: Sequence[int], strength: float = 0.
     Args:
         model: with linear layers in floating point.
         token_ids: the text.
-        strength: 0 leaves the inputs alone, 1 makes all their channels alike.
+        strength: 1 makes all channels of the inputs alike, 0 all those of the weights.
         attention: as `kvbook.compute.model.NoCache` takes it.
 
     Returns:
         module name → [in], float32.
 
     Raises:
-        ValueError: for a strength outside [0, 1].
+        ValueError: for a strength outside [0, 1], an empty text, a token outside the vocabulary, or a model that has no
+            linear layer in floating point.
 
     Source: SmoothQuant (Xiao et al. 2023), equation 4; here the divisor is applied to the inputs themselves instead
     of being merged into the norm before them, so that it serves every layer.
     """
     if not 0 <= strength <= 1:
         raise ValueError(f"strength={strength!r} must be from 0 to 1")
+    tokens = [as_token(token, model.config.vocab_size, "the text") for token in token_ids]
+    if not tokens:
+        raise ValueError("the text is empty; at least one token is needed")
     largest, hooks = {}, []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             note = lambda _, inputs, name=name: largest.update({name: inputs[0].float().abs().amax(0)})
             hooks.append(module.register_forward_pre_hook(note))
+    if not hooks:
+        raise ValueError("the model has no linear layers in floating point: smooth before its weights are packed")
     try:
-        batch = Batch.build([list(token_ids)], [0], [[0]], len(token_ids), model.device)
+        batch = Batch.build([tokens], [0], [[0]], len(tokens), model.device)
         with torch.inference_mode():
             model.logits(model(batch.token_ids, batch.positions, NoCache(model.specs, attention).view(batch)))
     finally:

@@ -4,7 +4,7 @@
 __all__ = ['HANDBOOK', 'QUESTIONS', 'LOGBOOK_GUEST', 'CONVERSATION_TOKENS', 'BOX_BYTES', 'MODEL_LIMIT', 'H100_BYTES',
            'LARGE_MODEL', 'logbook', 'DeskTurn', 'desk_turns', 'save_turns', 'load_turns', 'DeskCounts',
            'serve_in_groups', 'seats_reserved', 'seats_paged', 'as_multi_head', 'large_box', 'strip', 'strip_svg',
-           'ScoreRow', 'Scoreboard', 'score_two_walls', 'score_multi_head_twin']
+           'ScoreRow', 'Scoreboard', 'score_two_walls', 'score_eight_bits', 'score_multi_head_twin']
 
 # %% ../../nbs/00e_desk.ipynb #4031a5e2
 import html
@@ -323,12 +323,21 @@ class Scoreboard:
                 + "".join(line(row, "td") for row in self.cells()) + "</tbody></table>")
 
 
+def _reserved_row(chapter: int, title: str, kv_dtype: str, turns: Sequence[DeskTurn]) -> ScoreRow:
+    model = KNOWN_MODELS["SmolLM2-135M"]
+    people = seats_reserved(model, kv_dtype, BOX_BYTES)
+    return ScoreRow(chapter, title, CacheSpec.of(model, kv_dtype).bytes_per_token, people,
+                    serve_in_groups(turns, people), seats_reserved(LARGE_MODEL, kv_dtype, large_box()))
+
+
 def score_two_walls(turns: Sequence[DeskTurn]) -> ScoreRow:
     """Chapter 0's row: a cache, reserved whole, served in fixed groups."""
-    model = KNOWN_MODELS["SmolLM2-135M"]
-    people = seats_reserved(model, "bfloat16", BOX_BYTES)
-    return ScoreRow(0, "a cache, reserved whole", CacheSpec.of(model).bytes_per_token, people,
-                    serve_in_groups(turns, people), seats_reserved(LARGE_MODEL, "bfloat16", large_box()))
+    return _reserved_row(0, "a cache, reserved whole", "bfloat16", turns)
+
+
+def score_eight_bits(turns: Sequence[DeskTurn]) -> ScoreRow:
+    """Chapter 2's row: the same cache in int8, with a scale for each token and head."""
+    return _reserved_row(2, "8 bits a number", "int8", turns)
 
 # %% ../../nbs/00e_desk.ipynb #34c73835
 def score_multi_head_twin() -> ScoreRow:
