@@ -70,6 +70,10 @@ HELLO = "In two sentences: why does a language model need memory for a conversat
 
 
 def _load(args):
+    if args.weights != "auto":
+        from kvbook.compute.weights import load_packed
+
+        return load_packed(args.model, args.weights, device=args.device, dtype=args.dtype)
     from kvbook.compute.checkpoint import load
 
     return load(args.model, device=args.device, dtype=args.dtype)
@@ -138,15 +142,16 @@ def run_info(args) -> None:
           f"vocabulary {config.vocab_size:,}, context {config.max_position_embeddings:,} tokens")
     print(f"parameters: {config.num_params():,}, in 16 bits {format_bytes(weights)}")
     print(f"memory here: {format_bytes(free)} free" + ("" if free > weights else "; the weights do not fit"))
+    width = max(map(len, KV_FORMATS))
     for name in KV_FORMATS:
         try:
             spec = CacheSpec.of(config, name)
         except ValueError as error:
-            print(f"  {name:9} {error}")
+            print(f"  {name:{width}} {error}")
             continue
         whole = spec.bytes_per_token * config.max_position_embeddings
         people = max(0, free - weights) // whole
-        print(f"  KV in {name:9} {spec.bytes_per_token:>9,} B a token, {format_bytes(whole):>10} a full context: "
+        print(f"  KV in {name:{width}} {spec.bytes_per_token:>9,} B a token, {format_bytes(whole):>10} a full context: "
               f"{people:,} fit beside the weights")
 
 
@@ -194,6 +199,9 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--model", default="default", help="a hub name, a folder, a .gguf file; default: %(default)s")
     model.add_argument("--device", default="cpu", help="cpu, cuda, …; default: %(default)s")
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16; default: %(default)s")
+    model.add_argument("--weights", choices=("auto", "w4a16", "w8a8"), default="auto",
+                       help="bits of weights: auto leaves them in the dtype, w4a16 packs 4 bits, w8a8 8 (and 8 of the "
+                            "activations); default: %(default)s")
     model.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help="default: %(default)s")
 
     generate = verbs.add_parser("generate", parents=[model], help="answer one prompt")

@@ -13,6 +13,7 @@ import pytest
 
 from kvbook import cli
 from kvbook.compute.checkpoint import Loaded, locate, read_gguf, tokenizer_from_gguf
+from kvbook.control.config import KV_FORMATS
 
 COMMAND = [str(Path(sys.executable).with_name("kvbook"))]
 
@@ -25,6 +26,41 @@ def test_generate_streams_an_answer():
     done = kvbook("generate", "What is the capital of France?", "--max-tokens", "20")
     assert done.returncode == 0 and "Paris" in done.stdout
     assert "of cache" in done.stderr                                # the figures do not mix with the answer
+
+
+@pytest.mark.parametrize("weights", ["w4a16", "w8a8"])
+def test_generate_from_packed_weights(weights):
+    done = kvbook("generate", "What is the capital of France?", "--max-tokens", "20", "--weights", weights)
+    assert done.returncode == 0 and "Paris" in done.stdout and "of cache" in done.stderr
+
+
+@pytest.mark.parametrize("verb", [["generate", "x"], ["chat"], ["hello"]])
+def test_weights_reach_the_loader(verb, monkeypatch):
+    """Packed weights come from `load_packed`, with the other options; by default nothing is packed."""
+    from kvbook.compute import checkpoint, weights
+
+    calls = []
+
+    def refuse(*args, **options):
+        calls.append((args, options))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(checkpoint, "load", lambda *args, **options: refuse("load", *args, **options))
+    monkeypatch.setattr(weights, "load_packed", lambda *args, **options: refuse("load_packed", *args, **options))
+    options = ["--model", "m", "--dtype", "float32"]
+    for more in ([], ["--weights", "auto"], ["--weights", "w4a16"], ["--weights", "w8a8"]):
+        assert cli.main([*verb, *options, *more]) == 2
+    rest = {"device": "cpu", "dtype": "float32"}
+    assert calls == [(("load", "m"), rest), (("load", "m"), rest),
+                     (("load_packed", "m", "w4a16"), rest), (("load_packed", "m", "w8a8"), rest)]
+
+
+def test_known_weights_are_those_that_can_be_packed():
+    from kvbook.compute.weights import WEIGHT_FORMATS
+
+    for weights in ("auto", *WEIGHT_FORMATS):
+        assert cli.build_parser().parse_args(["hello", "--weights", weights]).weights == weights
+    assert all(weights in kvbook("generate", "x", "--weights", "w3").stderr for weights in ("auto", *WEIGHT_FORMATS))
 
 
 def test_generate_raw_continues_the_text():
@@ -43,6 +79,10 @@ def test_info_counts():
     done = kvbook("info", "default")
     assert done.returncode == 0
     assert "134,515,008" in done.stdout and "23,040 B a token" in done.stdout and "11,880 B a token" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if "KV in" in line]
+    assert len(lines) == len(KV_FORMATS)
+    assert len({line.index(" B a token") for line in lines}) == 1      # one column, whatever the formats are called
+    assert all(f" {name} " in line for name, line in zip(KV_FORMATS, lines, strict=True))
 
 
 @pytest.mark.parametrize(("args", "words"), [
@@ -59,7 +99,8 @@ def test_what_cannot_run_is_one_line_and_status_2(args, words):
 
 
 @pytest.mark.parametrize("args", [[], ["fly"], ["generate"], ["generate", "x", "--max-tokens", "0"],
-                                  ["book", "--port", "x"]])
+                                  ["book", "--port", "x"], ["hello", "--weights", "int4"],
+                                  ["info", "--weights", "w4a16"]])
 def test_usage_errors(args):
     done = kvbook(*args)
     assert done.returncode == 2 and "usage: kvbook" in done.stderr and "Traceback" not in done.stderr

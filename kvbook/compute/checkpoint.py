@@ -340,7 +340,7 @@ def set_weight(model: nn.Module, name: str, weight: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
 
-
+# %% ../../nbs/00b_checkpoint.ipynb #dbe5603b
 def fill(model: Transformer, source, dtype: torch.dtype, device: str | torch.device = "cpu",
          block_elements: int = 1 << 20, place: Callable = set_weight) -> Transformer:
     """Give a model without memory its weights, a block of rows at a time.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention import attend
-from .model import Batch, NoCache, Transformer
+from .model import Batch, NoCache, Transformer, written_slots
 from ..control.config import KVFormat, LayerSpec, kv_format
 
 # %% ../../nbs/02_quantization.ipynb #c47a8036
@@ -59,11 +59,11 @@ class FloatCodec:
         Args:
             x: floating point [..., dim]. Finite values beyond the format's range become its largest.
         """
-        return Stored(_saturate(x, self.largest).to(self.payload_dtype), _no_scales(x))
+        return Stored(_saturate(_wide(x), self.largest).to(self.payload_dtype), _no_scales(x))
 
     def decode(self, stored: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What is remembered of the vectors: [..., dim]. A row that was not finite comes back as not a number."""
-        return stored.payload.to(dtype)
+        """What is remembered of the vectors: [..., dim]. What was not finite comes back as not a number."""
+        return _narrow(stored.payload.to(torch.promote_types(dtype, self.payload_dtype)), dtype)
 
     def broken(self, stored: Stored) -> Tensor:
         """Which rows hold something that is not a number: bool, the leading dimensions."""
@@ -79,6 +79,7 @@ class FloatCodec:
         Returns:
             [num_kv_heads, group, Tq, S].
         """
+        q = _wide(q)
         return torch.einsum("tngd,snd->ngts", q, stored.payload.to(q.dtype))
 
     def mix(self, weights: Tensor, stored: Stored) -> Tensor:
@@ -91,12 +92,21 @@ class FloatCodec:
         Returns:
             [Tq, num_kv_heads, group, dim].
         """
+        weights = _wide(weights)
         return torch.einsum("ngts,snd->tngd", weights, stored.payload.to(weights.dtype))
 
 # %% ../../nbs/02_quantization.ipynb #7cb77174
-def _saturate(x: Tensor, largest: float) -> Tensor:
-    """Finite values within ±largest; infinities become NaN, so that nobody takes them for numbers."""
-    return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan)
+def _saturate(x: Tensor, largest: float, step: Tensor | float = 1.0) -> Tensor:
+    """x / step within ±largest where x is finite; infinities become NaN, so that nobody takes them for numbers."""
+    return torch.where(x.isfinite(), (x / step).clamp(-largest, largest), torch.nan)
+
+
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a type that may be narrower; what is finite stays finite."""
+    if x.dtype == dtype:
+        return x
+    most = torch.finfo(dtype).max
+    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)
 
 
 def _no_scales(x: Tensor) -> Tensor:
@@ -147,7 +157,7 @@ class ScaledCodec(FloatCodec):
         if step is None:
             scales = _half_at_least(wide.abs().amax(-1, keepdim=True) / self.largest)
             step = scales.to(wide.dtype)
-        codes = _saturate(wide / torch.where(step == 0, 1, step), self.largest)
+        codes = _saturate(wide, self.largest, torch.where(step == 0, 1, step))
         if self.element is torch.int8:
             return Stored(codes.round().nan_to_num(self._NOT_A_NUMBER).to(torch.int8), scales)
         return Stored(codes.to(self.element).view(torch.uint8), scales)
@@ -162,17 +172,17 @@ class ScaledCodec(FloatCodec):
         """As `FloatCodec.decode`."""
         wide = torch.promote_types(dtype, torch.float32)
         step = stored.scales.to(wide) if self.scale is None else self.scale
-        return (self.numbers(stored.payload, wide) * step).to(dtype)
+        return _narrow(self.numbers(stored.payload, wide) * step, dtype)
 
     def scores(self, q: Tensor, stored: Stored) -> Tensor:
         """As `FloatCodec.scores`: a fixed scale goes into the query, a token's scale into its score."""
-        if self.scale is not None:
-            q = q * _beside_groups(self.scale)
+        q = _wide(q) if self.scale is None else _wide(q) * _beside_groups(self.scale)
         scores = torch.einsum("tngd,snd->ngts", q, self.numbers(stored.payload, q.dtype))
         return scores if self.scale is not None else scores * _by_head(stored.scales[..., 0], scores.dtype)
 
     def mix(self, weights: Tensor, stored: Stored) -> Tensor:
         """As `FloatCodec.mix`: a token's scale goes into its weight, a fixed scale into the sum."""
+        weights = _wide(weights)
         if self.scale is None:
             weights = weights * _by_head(stored.scales[..., 0], weights.dtype)
         out = torch.einsum("ngts,snd->tngd", weights, self.numbers(stored.payload, weights.dtype))
@@ -221,7 +231,8 @@ class Int4Codec(FloatCodec):
             ValueError: if the group does not divide the last dimension.
         """
         self.format.vector_bytes(x.shape[-1])
-        groups = (_wide(x) / self.scale).unflatten(-1, (-1, self.format.group))
+        most = torch.finfo(torch.float32).max
+        groups = _saturate(_wide(x), most, self.scale).unflatten(-1, (-1, self.format.group))
         smallest = -_half_at_least(-groups.amin(-1, keepdim=True))
         low = smallest.to(groups.dtype)
         step = _half_at_least((groups.amax(-1, keepdim=True) - low) / self.largest)
@@ -233,10 +244,11 @@ class Int4Codec(FloatCodec):
     def decode(self, stored: Stored, dtype: torch.dtype = torch.float32) -> Tensor:
         """As `FloatCodec.decode`."""
         codes, step, smallest = self._parts(stored, torch.promote_types(dtype, torch.float32))
-        return ((codes * step[..., None] + smallest[..., None]).flatten(-2) * self.scale).to(dtype)
+        return _narrow((codes * step[..., None] + smallest[..., None]).flatten(-2) * self.scale, dtype)
 
     def scores(self, q: Tensor, stored: Stored) -> Tensor:
         """As `FloatCodec.scores`: one product a group of channels, scaled, plus the smallest times the sum of q."""
+        q = _wide(q)
         codes, step, smallest = self._parts(stored, q.dtype)
         q = (q * _beside_groups(self.scale)).unflatten(-1, (-1, self.format.group))
         return (torch.einsum("tnghd,snhd,snh->ngts", q, codes, step)
@@ -244,6 +256,7 @@ class Int4Codec(FloatCodec):
 
     def mix(self, weights: Tensor, stored: Stored) -> Tensor:
         """As `FloatCodec.mix`."""
+        weights = _wide(weights)
         codes, step, smallest = self._parts(stored, weights.dtype)
         out = torch.einsum("ngts,snh,snhd->tnghd", weights, step, codes)
         out = (out + torch.einsum("ngts,snh->tngh", weights, smallest)[..., None]).flatten(-2)
@@ -288,16 +301,24 @@ def int8_attention(q: Tensor, keys: Stored, values: Stored, spec: LayerSpec) -> 
 
     Source: the idea of SageAttention (Zhang et al. 2024), which keeps the second product in float16.
     """
-    codec = kv_codec("int8")
+    if spec.window is not None or spec.softcap is not None:
+        raise ValueError(f"int8_attention knows no window or soft-cap, got window={spec.window}, "
+                         f"softcap={spec.softcap}; use attend")
     num_new, num_seen, num_kv = len(q), *keys.payload.shape[:2]
-    queries = codec.encode(q.unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3))               # [n_kv, group, Tq, D]
-    scores = _integer_products(queries.payload, keys.payload.permute(1, 2, 0)[:, None])
-    scores = scores * queries.scales.float() * _by_head(keys.scales[..., 0], torch.float32) * spec.scale
+    queries, query_scale = _rounded(q.unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3))       # [n_kv, group, Tq, D]
+    scores = _integer_products(queries, keys.payload.permute(1, 2, 0)[:, None])
+    scores = scores * query_scale * _by_head(keys.scales[..., 0], torch.float32) * spec.scale
     hidden = torch.ones(num_new, num_seen, dtype=torch.bool, device=q.device).triu(num_seen - num_new + 1)
-    weights = codec.encode(scores.masked_fill(hidden, float("-inf")).softmax(-1)
-                           * _by_head(values.scales[..., 0], torch.float32))
-    out = _integer_products(weights.payload, values.payload.permute(1, 0, 2)[:, None]) * weights.scales.float()
+    weights, weight_scale = _rounded(scores.masked_fill(hidden, float("-inf")).softmax(-1)
+                                     * _by_head(values.scales[..., 0], torch.float32))
+    out = _integer_products(weights, values.payload.permute(1, 0, 2)[:, None]) * weight_scale
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes and float32 scales of the rows; not stored, so that small weights need no float16 scale."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
 def _integer_products(a: Tensor, b: Tensor) -> Tensor:
@@ -330,7 +351,9 @@ class QuantizedCache:
         scales = [(None, None)] * len(specs) if scales is None else scales
         if len(scales) != len(specs):
             raise ValueError(f"scales: {len(scales)} pairs for {len(specs)} layers")
-        self.codecs = [(kv_codec(kv_dtype, key), kv_codec(kv_dtype, value)) for key, value in scales]
+        self.codecs = [tuple(kv_codec(kv_dtype, _fitting(scale, spec.num_kv_heads, dim, device))
+                             for scale, dim in zip(pair, (spec.head_dim, spec.value_dim), strict=True))
+                       for spec, pair in zip(specs, scales, strict=True)]
         self.layers = [[codec.empty((num_requests, capacity, spec.num_kv_heads), dim, device)
                         for codec, dim in zip(pair, _stored_dims(spec), strict=False)]
                        for spec, pair in zip(specs, self.codecs, strict=True)]
@@ -359,6 +382,16 @@ class QuantizedCache:
                              f"position {position}, layer {layer}, head {head}")
 
 
+def _fitting(scale: Tensor | float | None, num_kv_heads: int, dim: int, device) -> Tensor | None:
+    """A fixed scale of its own on the device, if it has a shape that broadcasts to a token's heads."""
+    if scale is None:
+        return None
+    scale, want = torch.as_tensor(scale, dtype=torch.float32), (dim, num_kv_heads)
+    if scale.dim() > 2 or any(have not in (1, full) for have, full in zip(scale.shape[::-1], want, strict=False)):
+        raise ValueError(f"scales: a scale of shape {tuple(scale.shape)} does not broadcast to {(num_kv_heads, dim)}")
+    return scale.detach().clone().to(device)
+
+
 def _stored_dims(spec: LayerSpec) -> list[int]:
     return [spec.head_dim] if spec.value_in_key else [spec.head_dim, spec.value_dim]
 
@@ -367,7 +400,7 @@ class QuantizedView:
     """What one step sees of a `QuantizedCache`."""
 
     def __init__(self, cache: QuantizedCache, batch: Batch):
-        self.cache, self.slots = cache, batch.slot_mapping[0]
+        self.cache, (self.kept, self.slots) = cache, written_slots(batch)
         bounds = batch.query_bounds
         self.requests = list(zip(batch.block_table[0, :, 0].tolist(), batch.seq_lens.tolist(), bounds, bounds[1:],
                                  strict=False))
@@ -386,7 +419,7 @@ class QuantizedView:
         """
         cache, spec = self.cache, self.cache.specs[layer]
         for codec, store, x in zip(cache.codecs[layer], cache.layers[layer], (k, v), strict=False):
-            for kept, new in zip(store, codec.encode(x), strict=True):
+            for kept, new in zip(store, codec.encode(x[self.kept]), strict=True):
                 kept.flatten(0, 1)[self.slots] = new
         parts = []
         for row, num_tokens, first, last in self.requests:

@@ -322,7 +322,7 @@ class Scoreboard:
         return ('<table class="kv-scoreboard"><thead>' + line(self.HEADS, "th") + "</thead><tbody>"
                 + "".join(line(row, "td") for row in self.cells()) + "</tbody></table>")
 
-
+# %% ../../nbs/00e_desk.ipynb #0b03e98f
 def _reserved_row(chapter: int, title: str, kv_dtype: str, turns: Sequence[DeskTurn]) -> ScoreRow:
     model = KNOWN_MODELS["SmolLM2-135M"]
     people = seats_reserved(model, kv_dtype, BOX_BYTES)
