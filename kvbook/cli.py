@@ -105,7 +105,7 @@ def run_hello(args) -> None:
     if run is not None:
         print(f"\n{cache_line(loaded.model, len(prompt) + len(run.token_ids))}")
 
-
+# %% ../nbs/00d_cli.ipynb #f79e84dc
 def run_chat(args) -> None:
     """A conversation; every turn computes all of it anew (chapter 4 ends that)."""
     loaded = _load(args)

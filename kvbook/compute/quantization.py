@@ -124,11 +124,28 @@ def _half_at_least(x: Tensor) -> Tensor:
     above = torch.where(bits == -0x8000, 1, bits + torch.where(bits < 0, -1, 1)).to(torch.int16)   # next float16 up
     return torch.where(half.to(x.dtype) < x.clamp(max=65_504.0), above.view(torch.float16), half)
 
-# %% ../../nbs/02_quantization.ipynb #171316a2
+
+def _fixed_scale(scale: Tensor | float) -> Tensor:
+    scale = torch.as_tensor(scale).float()
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise ValueError(f"scale={scale.tolist()!r} must be finite and above 0")
+    return scale
+
+
+def _beside_groups(scale: Tensor) -> Tensor:
+    """A fixed scale beside queries [Tq, num_kv_heads, group, dim]."""
+    return scale if scale.dim() < 2 else scale[:, None]
+
+
+def _by_head(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[S, num_kv_heads] beside scores: [num_kv_heads, 1, 1, S]."""
+    return scales.T[:, None, None].to(dtype)
+
+
 _ELEMENTS = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57_344.0),
              "int8": (torch.int8, 127.0)}
 
-
+# %% ../../nbs/02_quantization.ipynb #171316a2
 class ScaledCodec(FloatCodec):
     """8 bits: fp8 or int8 codes, times a scale that is fixed or that each vector brings.
 
@@ -187,22 +204,6 @@ class ScaledCodec(FloatCodec):
             weights = weights * _by_head(stored.scales[..., 0], weights.dtype)
         out = torch.einsum("ngts,snd->tngd", weights, self.numbers(stored.payload, weights.dtype))
         return out if self.scale is None else out * _beside_groups(self.scale)
-
-def _fixed_scale(scale: Tensor | float) -> Tensor:
-    scale = torch.as_tensor(scale).float()
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ValueError(f"scale={scale.tolist()!r} must be finite and above 0")
-    return scale
-
-
-def _beside_groups(scale: Tensor) -> Tensor:
-    """A fixed scale beside queries [Tq, num_kv_heads, group, dim]."""
-    return scale if scale.dim() < 2 else scale[:, None]
-
-
-def _by_head(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S, num_kv_heads] beside scores: [num_kv_heads, 1, 1, S]."""
-    return scales.T[:, None, None].to(dtype)
 
 # %% ../../nbs/02_quantization.ipynb #2058cca3
 #| code-fold: true

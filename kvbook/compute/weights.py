@@ -5,6 +5,7 @@ __all__ = ['WEIGHT_FORMATS', 'Int4Linear', 'Int8Linear', 'Int8Embedding', 'packe
 
 # %% ../../nbs/02a_weights.ipynb #d107ea38
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,12 +15,12 @@ from torch.nn import functional as F
 from .checkpoint import FAMILIES, Loaded, as_device, as_dtype, load, set_weight
 from .model import Batch, NoCache, Transformer, as_token, causal_attention, require_count
 
-# %% ../../nbs/02a_weights.ipynb #afd008fe
+# %% ../../nbs/02a_weights.ipynb #22339dde
 class Int4Linear(nn.Module):
     """A linear layer with weights in 4 bits (W4A16): groups of input channels, 16 even steps each.
 
-    On a CPU torch's packed kernel multiplies the codes, where the shape suits it; elsewhere the weights are decoded
-    for each product, which saves memory and no time.
+    On a CPU and in bfloat16 torch's packed kernel multiplies the codes, where the shape suits it; elsewhere the weights
+    are decoded for each product, which saves memory and no time.
 
     Args:
         weight: [out, in], floating point.
@@ -43,7 +44,8 @@ class Int4Linear(nn.Module):
         codes = (groups - low[..., None]).div_(torch.where(step == 0, 1, step)[..., None])
         codes = codes.round_().clamp_(0, 15).flatten(1)    # a step of a few 10⁻⁴⁵ is itself rounded
         self.shape, self.group, self.bias = (rows, columns), group, bias
-        self.native = weight.device.type == "cpu" and group in (32, 64, 128, 256) and rows % 16 == 0
+        self.native = (weight.device.type == "cpu" and dtype == torch.bfloat16     # in other types it is slower than none
+                       and group in (32, 64, 128, 256) and rows % 16 == 0)
         if self.native:
             packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         else:
@@ -74,7 +76,7 @@ class Int4Linear(nn.Module):
 def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
-# %% ../../nbs/02a_weights.ipynb #22339dde
+# %% ../../nbs/02a_weights.ipynb #991449cf
 class Int8Linear(nn.Module):
     """A linear layer with int8 weights, a scale for each output channel.
 
@@ -124,19 +126,30 @@ class Int8Linear(nn.Module):
         wide = x.float() if self.smooth is None else x.float() / self.smooth
         scale = wide.abs().amax(-1, keepdim=True) / 127
         codes = _int8_codes(wide, scale)
-        if self.native and x.device.type == "cpu":
+        if self.native and x.device.type == "cpu" and _int8_products_are_exact():
             product = torch._int_mm(codes, self.packed.T)
         else:                                              # integers up to 2²⁴, here 1024 · 127², are exact in float32
             parts = zip(codes.split(1024, 1), self.packed.split(1024, 1), strict=True)
             product = sum(F.linear(a.float(), b.float()).double() for a, b in parts)
         return (product.float() * scale * self.scale).to(x.dtype)   # a token that was not finite has such a scale
 
+# %% ../../nbs/02a_weights.ipynb #689d7dca
+#| code-fold: true
+#| code-summary: "Codes, and a check that this CPU's integer products do not saturate"
+@functools.cache
+def _int8_products_are_exact() -> bool:
+    """Whether this CPU's int8 kernel adds up the largest products; without the right instructions some saturate."""
+    largest = torch.full((16, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, -largest.T) == -64 * 127 ** 2).all())
+
 
 def _int8_codes(x: Tensor, scale: Tensor) -> Tensor:
     codes = x / torch.where(scale == 0, 1, scale)
     return codes.round_().clamp_(-127, 127).nan_to_num_(0).to(torch.int8)
 
-
+# %% ../../nbs/02a_weights.ipynb #e3f68c52
+#| code-fold: true
+#| code-summary: "Int8Embedding: the head's rows as embeddings"
 class Int8Embedding(nn.Module):
     """Embeddings that share their int8 codes with the head.
 
@@ -158,7 +171,9 @@ class Int8Embedding(nn.Module):
         """token_ids: int64 [T]; returns [T, hidden]."""
         return (self.packed[token_ids].float() * self.scale[token_ids, None].float()).to(self.dtype)
 
-# %% ../../nbs/02a_weights.ipynb #689d7dca
+# %% ../../nbs/02a_weights.ipynb #2e1648c1
+#| code-fold: true
+#| code-summary: "packer: which layer becomes what"
 WEIGHT_FORMATS = ("w4a16", "w8a8")
 
 
@@ -212,7 +227,9 @@ def _named(name: str, make: Callable, *args):
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
-# %% ../../nbs/02a_weights.ipynb #e3f68c52
+# %% ../../nbs/02a_weights.ipynb #2a2b3ba3
+#| code-fold: true
+#| code-summary: "pack_weights and load_packed"
 @torch.no_grad()
 def pack_weights(model: Transformer, weights: str = "w4a16", *, group: int = 32,
                  smooth: Mapping[str, Tensor] | None = None) -> Transformer:
@@ -234,13 +251,16 @@ def load_packed(name: str = "default", weights: str = "w4a16", *, device: str | 
     """Load a checkpoint straight into packed weights: at no time are more than one of its tensors in 32 bits.
 
     A tensor that the file keeps in 4 bits with a step and a smallest value for each 32 channels (Q4_1) gets its own
-    codes back. Arguments and errors as `kvbook.compute.checkpoint.load` and `packer`.
+    codes back. Arguments and errors as `kvbook.compute.checkpoint.load` and `packer`; a `dtype` of ``"auto"`` is
+    bfloat16, in which torch's packed kernels are fast on any CPU.
     """
     device = as_device(device)
-    place = packer(weights, as_dtype(dtype, device), group)
+    place = packer(weights, as_dtype("bfloat16" if dtype == "auto" else dtype, device), group)
     return load(name, device=device, dtype=torch.float32, families=families, place=place)
 
-# %% ../../nbs/02a_weights.ipynb #2e1648c1
+# %% ../../nbs/02a_weights.ipynb #e0a191c1
+#| code-fold: true
+#| code-summary: "smoothing: the numbers of the exchange"
 def smoothing(model: Transformer, token_ids: Sequence[int], strength: float = 0.4,
               attention: Callable = causal_attention) -> dict[str, Tensor]:
     """Divisors that move large input channels of linear layers into their weights, found on a text.
