@@ -4,7 +4,7 @@
 __all__ = ['HANDBOOK', 'QUESTIONS', 'LOGBOOK_GUEST', 'CONVERSATION_TOKENS', 'BOX_BYTES', 'MODEL_LIMIT', 'H100_BYTES',
            'LARGE_MODEL', 'logbook', 'DeskTurn', 'desk_turns', 'save_turns', 'load_turns', 'DeskCounts',
            'serve_in_groups', 'seats_reserved', 'seats_paged', 'as_multi_head', 'large_box', 'strip', 'strip_svg',
-           'ScoreRow', 'Scoreboard', 'score_two_walls', 'score_eight_bits', 'score_multi_head_twin']
+           'ScoreRow', 'Scoreboard', 'score_two_walls', 'score_eight_bits', 'score_pages', 'score_multi_head_twin']
 
 # %% ../../nbs/00e_desk.ipynb #4031a5e2
 import html
@@ -233,7 +233,7 @@ def large_box() -> int:
 
 
 _MODULES = {0: "kvbook.lab.hardware", 1: "kvbook.compute.attention", 2: "kvbook.compute.quantization",
-            3: "kvbook.control.paging", 4: "kvbook.control.prefix"}
+            3: "kvbook.compute.kv_cache", 4: "kvbook.control.prefix"}
 
 
 def strip() -> list[dict]:
@@ -338,6 +338,14 @@ def score_two_walls(turns: Sequence[DeskTurn]) -> ScoreRow:
 def score_eight_bits(turns: Sequence[DeskTurn]) -> ScoreRow:
     """Chapter 2's row: the same cache in int8, with a scale for each token and head."""
     return _reserved_row(2, "8 bits a number", "int8", turns)
+
+
+def score_pages(turns: Sequence[DeskTurn]) -> ScoreRow:
+    """Chapter 3's row: 8 bits, in pages given when they are needed; all who come are served at once."""
+    model = KNOWN_MODELS["SmolLM2-135M"]
+    people = seats_paged(model, "int8", BOX_BYTES)
+    return ScoreRow(3, "pages instead of reservations", CacheSpec.of(model, "int8").bytes_per_token, people,
+                    serve_in_groups(turns, people), seats_paged(LARGE_MODEL, "int8", large_box()))
 
 # %% ../../nbs/00e_desk.ipynb #34c73835
 def score_multi_head_twin() -> ScoreRow:
