@@ -103,7 +103,8 @@ def test_the_packed_kernel_is_a_product_with_the_decoded_weights(rows, group, nu
         assert y.shape == (tokens, rows) and y.dtype == dtype
         assert ((y.double() - reference).abs() <= more * slack).all()
     spread = torch.randn(2 * columns, 3).to(dtype)[::2].T             # neither dense nor in rows
-    torch.testing.assert_close(packed(spread), packed(spread.contiguous()))
+    close = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(packed(spread), packed(spread.contiguous()), rtol=close, atol=1e-3)
 
 
 def test_both_ways_decode_the_same_4_bits():
