@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .attention import attend
-from .model import Batch, Transformer
-from .quantization import FloatCodec, QuantizedCache, Stored
+from .model import Batch, Transformer, written_slots
+from .quantization import FloatCodec, Stored, layer_codecs, stored_dims
 from ..control.config import CacheSpec, LayerSpec, layer_groups
 from ..control.fake import Step, StepResult, StepRows
 
@@ -35,13 +35,11 @@ def write(pages: LayerPages, k: Tensor, v: Tensor | None, slots: Tensor) -> None
         v: [T, num_kv_heads, value_dim], or None where the value is a part of the key.
         slots: int64 [T], page · block_size + place in the page; -1 writes nothing.
     """
-    block_size, kept = pages.keys.payload.shape[2], slots >= 0
-    if not bool(kept.all()):
-        k, v, slots = k[kept], None if v is None else v[kept], slots[kept]
+    block_size, (kept, slots) = pages.keys.payload.shape[2], written_slots(slots)
     block, place = slots // block_size, slots % block_size
     for codec, store, x in ((pages.key_codec, pages.keys, k), (pages.value_codec, pages.values, v)):
         if store is not None:
-            for old, new in zip(store, codec.encode(x), strict=True):
+            for old, new in zip(store, codec.encode(x[kept]), strict=True):
                 old[block, :, place] = new
 
 
@@ -115,10 +113,9 @@ class PagedKVCache:
         self.num_blocks = self._count_blocks(num_blocks, num_bytes)
         self.place = {layer: (index, at) for index, group in enumerate(self.spec.groups)
                       for at, layer in enumerate(group.layers)}                          # layer → (group, place in a page)
-        codecs = QuantizedCache(self.specs, 0, 1, kv_dtype, device, scales).codecs       # it checks format and scales
+        codecs = layer_codecs(self.specs, kv_dtype, scales, device)
         shape, spec = (self.num_blocks + 1, self.specs[0].num_kv_heads, block_size), self.specs[0]
-        dims = (spec.head_dim,) if spec.value_in_key else (spec.head_dim, spec.value_dim)
-        self.stores = [[codec.empty(shape, dim, device) for codec, dim in zip(codecs[0], dims, strict=False)]
+        self.stores = [[codec.empty(shape, dim, device) for codec, dim in zip(codecs[0], stored_dims(spec), strict=False)]
                        for _ in range(self.spec.groups[0].size)]
         parts = [self.stores[self.place[layer][1]] for layer in range(len(self.specs))]
         self.pages = [LayerPages(part[0], part[1] if len(part) > 1 else None, *pair)

@@ -172,9 +172,8 @@ class ContiguousCache:
         return ContiguousView(self, batch)
 
 # %% ../../nbs/00a_model.ipynb #b09c0d6f
-def written_slots(batch: Batch) -> tuple[slice | Tensor, Tensor]:
-    """Which new rows of the first group are written, as an index, and the slots they are written to."""
-    slots = batch.slot_mapping[0]
+def written_slots(slots: Tensor) -> tuple[slice | Tensor, Tensor]:
+    """Which new rows are written, as an index, and where: `slots` [T] without those of -1, which write nothing."""
     kept = slice(None) if bool((slots >= 0).all()) else slots >= 0
     return kept, slots[kept]
 
@@ -183,7 +182,7 @@ class ContiguousView:
     """What one step sees of a `ContiguousCache`."""
 
     def __init__(self, cache: ContiguousCache, batch: Batch):
-        self.cache, (self.kept, self.slots) = cache, written_slots(batch)
+        self.cache, (self.kept, self.slots) = cache, written_slots(batch.slot_mapping[0])
         self.bounds, self.seq_lens = batch.query_bounds, batch.seq_lens.tolist()
         self.rows = batch.block_table[0, :, 0].tolist()
         self.is_decode = len(self.rows) > 1 and self.bounds[-1] == len(self.rows)

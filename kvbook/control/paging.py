@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['RESERVATIONS', 'OutOfBlocks', 'BuddyAllocator', 'next_power_of_two', 'Resident', 'StaticReservation', 'Occupancy',
-           'simulate', 'BlockPool', 'BlockTable', 'PagedMemory']
+           'simulate', 'BlockPool', 'BlockTable', 'first_visible', 'PagedMemory']
 
 # %% ../../nbs/03_paged_attention.ipynb #2418795f
 from collections import Counter, deque
@@ -474,7 +474,7 @@ class BlockTable:
         accepted = self.num_tokens if num_accepted is None else num_accepted
         if not 0 <= accepted <= self.num_tokens:
             raise ValueError(f"num_accepted={accepted} must be from 0 to {self.num_tokens}")
-        passed = [i for i in range(self._first_seen(accepted) // self.block_size) if self.blocks[i]]
+        passed = [i for i in range(first_visible(accepted, self.window) // self.block_size) if self.blocks[i]]
         dropped = [self.blocks[i] for i in passed]
         self.pool.free(dropped)
         for i in passed:
@@ -493,7 +493,7 @@ class BlockTable:
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"num_tokens={num_tokens} must be from 0 to {self.num_tokens}")
         kept = _ceil_div(num_tokens, self.block_size)
-        self._require_held(range(self._first_seen(num_tokens) // self.block_size, kept))
+        self._require_held(range(first_visible(num_tokens, self.window) // self.block_size, kept))
         dropped = [block for block in self.blocks[kept:] if block]
         self.pool.free(dropped)
         del self.blocks[kept:]
@@ -516,13 +516,14 @@ class BlockTable:
         is_own = lambda block: self.pool.refcount(block) == 1 and not self.pool.is_cached(block)
         return [i for i in touched if not is_own(self.blocks[i])], len(entries) - len(touched)
 
-    def _first_seen(self, position: int) -> int:
-        """First position that the token at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
     def _require_held(self, entries: Iterable[int]) -> None:
         if released := [i for i in entries if not self.blocks[i]]:
             raise ValueError(f"entry {released[0]} was released: the window has passed it")
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """First position that the token at `position` sees; a window counts the token itself."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -11,7 +11,7 @@ import html
 import importlib.util
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -323,29 +323,27 @@ class Scoreboard:
                 + "".join(line(row, "td") for row in self.cells()) + "</tbody></table>")
 
 # %% ../../nbs/00e_desk.ipynb #0b03e98f
-def _reserved_row(chapter: int, title: str, kv_dtype: str, turns: Sequence[DeskTurn]) -> ScoreRow:
+def _row(chapter: int, title: str, kv_dtype: str, turns: Sequence[DeskTurn],
+         seats: Callable = seats_reserved) -> ScoreRow:
     model = KNOWN_MODELS["SmolLM2-135M"]
-    people = seats_reserved(model, kv_dtype, BOX_BYTES)
+    people = seats(model, kv_dtype, BOX_BYTES)
     return ScoreRow(chapter, title, CacheSpec.of(model, kv_dtype).bytes_per_token, people,
-                    serve_in_groups(turns, people), seats_reserved(LARGE_MODEL, kv_dtype, large_box()))
+                    serve_in_groups(turns, people), seats(LARGE_MODEL, kv_dtype, large_box()))
 
 
 def score_two_walls(turns: Sequence[DeskTurn]) -> ScoreRow:
     """Chapter 0's row: a cache, reserved whole, served in fixed groups."""
-    return _reserved_row(0, "a cache, reserved whole", "bfloat16", turns)
+    return _row(0, "a cache, reserved whole", "bfloat16", turns)
 
 
 def score_eight_bits(turns: Sequence[DeskTurn]) -> ScoreRow:
     """Chapter 2's row: the same cache in int8, with a scale for each token and head."""
-    return _reserved_row(2, "8 bits a number", "int8", turns)
+    return _row(2, "8 bits a number", "int8", turns)
 
 
 def score_pages(turns: Sequence[DeskTurn]) -> ScoreRow:
     """Chapter 3's row: 8 bits, in pages given when they are needed; all who come are served at once."""
-    model = KNOWN_MODELS["SmolLM2-135M"]
-    people = seats_paged(model, "int8", BOX_BYTES)
-    return ScoreRow(3, "pages instead of reservations", CacheSpec.of(model, "int8").bytes_per_token, people,
-                    serve_in_groups(turns, people), seats_paged(LARGE_MODEL, "int8", large_box()))
+    return _row(3, "pages instead of reservations", "int8", turns, seats_paged)
 
 # %% ../../nbs/00e_desk.ipynb #34c73835
 def score_multi_head_twin() -> ScoreRow:
