@@ -22,7 +22,7 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-LAST = ("test_notebooks", "test_book", "test_browser")
+LAST = ("test_notebooks", "test_live", "test_book", "test_browser")
 """Each of these needs what the one before it leaves in the execution cache or in ``_build``."""
 
 
@@ -81,6 +81,9 @@ def sample_cells() -> list:
         new_code_cell("#| code-fold: true\n#| code-summary: How it is made\nprint('below a fold')"),
         new_code_cell("#| eval: false\nraise SystemError('never runs')"),
         new_code_cell("#| gpu\nraise SystemError('no GPU here')"),
+        new_code_cell("#| live\nfrom kvbook.control.paging import BlockPool, BlockTable\n\npool = BlockPool(4)\n"
+                      "table = BlockTable(pool, block_size=4)\ntable.append(10)\nprint('blocks', table.blocks)"),
+        new_code_cell("#| live\ntwin = table.fork()\n[pool.refcount(block) for block in twin.blocks]"),
         new_code_cell("#| label: fig-probe\n#| fig-cap: Without a cache the work grows." + FIGURE),
         new_code_cell("#| echo: false" + BROKEN_FIGURE),
         new_markdown_cell(":::{exercise} predict\n:label: ex-one\nHow many people fit?\n:::"),

@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from kvbook.compute import mla, windows
 from kvbook.compute.attention import attend
-from kvbook.compute.kv_cache import PagedKVCache, PagedModel, gather, gathered_attention, step_batch, write
+from kvbook.compute.kv_cache import (
+    GATHER,
+    PagedKVCache,
+    PagedModel,
+    gather,
+    gathered_attention,
+    kernels_for,
+    step_batch,
+    write,
+)
 from kvbook.compute.model import Transformer, generate
 from kvbook.compute.quantization import QuantizedCache, Stored, observe_kv, static_scales
 from kvbook.control.config import KV_FORMATS, CacheSpec, LayerSpec, ModelConfig
@@ -61,13 +70,13 @@ def scales_of(model, kv_dtype):
     return static_scales(observe_kv(model, range(40)), kv_dtype) if kv_dtype == "int8_static" else None
 
 
-def run_paged(model, prompts, kv_dtype, block_size, chunk, spare=0, together=True):
+def run_paged(model, prompts, kv_dtype, block_size, chunk, spare=0, together=True, kernels=GATHER):
     """Greedy tokens of all prompts through pages, with the pool checked after every step."""
     groups = CacheSpec.of(model.config, kv_dtype, block_size).groups
     sizes = [len(groups) * -(-(len(prompt) + COUNT) // block_size) for prompt in prompts]
     num_blocks = (sum(sizes) if together else max(sizes)) + spare
     cache = poisoned(PagedKVCache(model.specs, num_blocks=num_blocks, block_size=block_size, kv_dtype=kv_dtype,
-                                  scales=scales_of(model, kv_dtype)))
+                                  scales=scales_of(model, kv_dtype), kernels=kernels))
     pool, executor, answers = BlockPool(num_blocks), PagedModel(model, cache), []
     queues = [prompts] if together else [[prompt] for prompt in prompts]
     for queue in queues:
@@ -102,6 +111,16 @@ def test_pages_say_what_one_piece_says(make, block_size, chunk, together):
 def test_every_format_composes_with_pages_chunks_and_batches(kv_dtype, make):
     model = made(make, seed=1)
     assert run_paged(model, PROMPTS, kv_dtype, 4, 3) == cold(model, PROMPTS, kv_dtype)
+
+
+@pytest.mark.parametrize(("make", "kv_dtype"), [
+    (llama, "float32"), (llama, "int8"), (llama, "int4"), (mistral, "bfloat16"), (gemma2, "int8"), (latent, "float32"),
+    (latent, "fp8_e4m3_token")])
+@pytest.mark.parametrize(("block_size", "chunk"), [(1, 3), (4, 100), (16, 5)])
+def test_numba_reads_what_was_written(make, kv_dtype, block_size, chunk):
+    model = made(make, seed=2).float()
+    answers = run_paged(model, PROMPTS, kv_dtype, block_size, chunk, kernels=kernels_for(torch.float32))
+    assert answers == cold(model, PROMPTS, kv_dtype)
 
 
 @settings(max_examples=10, deadline=None)

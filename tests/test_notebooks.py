@@ -52,6 +52,7 @@ def translated(source: str, flags: frozenset[str] = frozenset()):
         ("#| slow\nx", ["skip-execution"], "x"),
         ("#| export\n#| gpu\nx", ["skip-execution", "kv-export"], "x"),
         ("\n#| live\nx", ["live"], "x"),
+        ("#| live\n#| wrap\nx", ["live", "kv-wrap"], "x"),
         ("x\n#| hide", [], "x\n#| hide"),
     ],
 )
@@ -82,6 +83,8 @@ def test_a_label_and_a_caption_make_a_figure():
         ("#| fig-cap: Words.\nx", "'fig-cap' needs 'label'"),
         ("#| code-summary: Words\nx", "'code-summary' needs 'code-fold'"),
         ("#| label:\n#| fig-cap: Words\nx", "'label' is empty"),
+        ("#| live\n#| hide\nx", "'hide' cannot stand beside 'live'"),
+        ("#| live\n#| eval: false\nx", "'eval' cannot stand beside 'live'"),
     ],
 )
 def test_a_wrong_directive_names_its_cell(source, message):

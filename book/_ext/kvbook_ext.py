@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import zipfile
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -19,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import execute
 import notebooks
 import static_figures
+import vendor
 
 ROOT = notebooks.ROOT
 API_PAGE, API_MARK = "book/api", "% modules\n"
 NOTEBOOK = re.compile(r"^nbs/(\d\d)([a-z]?)_")
 APPENDIX = 90
 """Notebooks from this number on are the appendix: their figures are numbered A.1, B.1 …"""
+LIVE_RUNNER = Path(__file__).with_name("live_runner.py")
 
 
 # Notebooks and generated sources
@@ -57,6 +60,34 @@ def api_markdown(package: Path) -> str:
         parts.append(f"## {title}\n")
         parts += [f"### {n}\n\n```{{eval-rst}}\n.. automodule:: {n}\n   :members:\n```\n" for n in names]
     return "\n".join(parts)
+
+
+# Cells that the reader runs
+
+
+def write_live_package(app: Sphinx) -> None:
+    """Bring the archive that live cells import from into the built book."""
+    target = Path(app.outdir) / "_static" / "live"
+    target.mkdir(parents=True, exist_ok=True)
+    live_package(target / "kvbook.zip")
+
+
+def live_package(target: Path) -> None:
+    """Write the archive: what runs the cells, and the standard-library modules of the package as exported."""
+    package = Path(import_module(notebooks.PACKAGE).__file__).parent
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(LIVE_RUNNER, LIVE_RUNNER.name)
+        for path in [package / "__init__.py", *sorted((package / "control").glob("*.py"))]:
+            archive.write(path, path.relative_to(package.parent).as_posix())
+
+
+def add_live_script(app: Sphinx, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Give a page with live cells their script and style; the script learns how much Python will weigh."""
+    if 'class="cell tag_live' in context.get("body", ""):
+        python = Path(app.srcdir) / vendor.PAGES / "pyodide"
+        megabytes = sum(path.stat().st_size for path in python.iterdir()) / 1e6
+        app.add_css_file("kv-live.css")
+        app.add_js_file("kv-live.js", defer="defer", **{"data-megabytes": f"{megabytes:.0f}"})
 
 
 # Figures
@@ -361,9 +392,11 @@ def setup(app: Sphinx) -> dict:
     app.add_directive("evidence", Evidence)
     app.add_role("evidence", EvidenceRole())
     app.connect("builder-inited", write_figure_scripts)
+    app.connect("builder-inited", write_live_package)
     app.connect("source-read", on_source_read)
     app.connect("env-get-updated", on_env_get_updated, priority=900)
     app.connect("doctree-resolved", drop_repeated_ids)
+    app.connect("html-page-context", add_live_script)
     app.connect("html-page-context", drop_thebe, priority=900)
     app.connect("build-finished", finish_pages)
     app.connect("html-page-context", wrap_sidebar, priority=900)

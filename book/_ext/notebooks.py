@@ -32,6 +32,8 @@ BOOLEANS = {"include", "echo", "output", "eval", "code-fold"}
 TEXTS = {"code-summary", "label", "fig-cap", "fig-alt"}
 OPTIONAL = ("slow", "gpu", "notest")
 """Cells that run only where KVBOOK_RUN names one of these."""
+BESIDE_LIVE = {"live", "wrap"}
+"""What a cell that the reader runs may carry: it is on the page whole, and runs in every build."""
 
 
 class DirectiveError(ValueError):
@@ -69,7 +71,8 @@ def check_directives(directives: dict[str, str], where: str) -> None:
 
     Raises:
         DirectiveError: an unknown directive, a value that is not true or false where one is wanted, a figure
-            with only one of label and caption, or a fold's title without a fold.
+            with only one of label and caption, a fold's title without a fold, or a live cell that is not shown or
+            not run.
     """
     known = NBDEV | FLAGS | BOOLEANS | TEXTS
     for name, value in directives.items():
@@ -83,6 +86,8 @@ def check_directives(directives: dict[str, str], where: str) -> None:
                          ("code-summary", "code-fold", "fold")):
         if one in directives and not directives.keys() & set(others):
             raise DirectiveError(f"{where}: '{one}' needs '{others[0]}' beside it")
+    if "live" in directives and (others := directives.keys() - BESIDE_LIVE):
+        raise DirectiveError(f"{where}: '{min(others)}' cannot stand beside 'live'; accepted is 'wrap'")
 
 
 def is_false(directives: dict[str, str], name: str) -> bool:

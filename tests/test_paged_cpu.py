@@ -1,0 +1,189 @@
+"""The Numba kernels against the reference over gathered, decoded rows, and against the codecs' bytes."""
+
+import os
+
+import pytest
+import torch
+from kernel_cases import (
+    BLOCK_SIZES,
+    FORMATS,
+    HEAD_SIZES,
+    HEADS,
+    KINDS,
+    SOFTCAPS,
+    WINDOWS,
+    build,
+    compare,
+    fixed_scale,
+    loads_of,
+    pairwise,
+    poisoned,
+    step,
+    tree,
+)
+
+from kvbook.compute.kv_cache import GATHER, LayerPages, kernels_for, write
+from kvbook.compute.quantization import Stored, kv_codec
+from kvbook.control.config import LayerSpec
+from kvbook.kernels.paged_cpu import _plan, paged_attention, paged_write
+
+ALL = os.environ.get("KVBOOK_TEST") == "all"
+GRID = pairwise(FORMATS, HEADS, HEAD_SIZES, BLOCK_SIZES, WINDOWS, SOFTCAPS, KINDS)
+
+
+@pytest.mark.parametrize(("name", "heads", "head_dim", "block_size", "window", "softcap", "kind"), GRID)
+def test_grid(name, heads, head_dim, block_size, window, softcap, kind):
+    if name == "int4" and head_dim % 32:
+        head_dim = 96
+    if not ALL and name != "bfloat16":                    # each format and small group is compiled: here few of them
+        heads = {(4, 4): (8, 2), (4, 2): (16, 1), (9, 3): (6, 1)}.get(heads, heads)
+    compare(paged_attention, name, LayerSpec(*heads, head_dim, head_dim, head_dim ** -0.5, window, softcap), block_size,
+            loads_of(kind, block_size))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_absorbed_latent(name, kind):
+    spec = LayerSpec(16, 1, 576, 512, 192 ** -0.5, value_in_key=True)
+    compare(paged_attention, name, spec, 16, loads_of(kind, 16))
+
+
+def test_values_of_another_size():
+    compare(paged_attention, "bfloat16", LayerSpec(4, 4, 96, 64, 96 ** -0.5), 8, loads_of("mixed", 8))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("heads", [(9, 3), (8, 2)])
+@pytest.mark.parametrize("n", [1023, 1024, 1025, 2100])
+def test_parts_of_a_long_memory(name, heads, n):
+    compare(paged_attention, name, LayerSpec(*heads, 64, 64, 0.125), 16, [(1, n), (1, 3), (5, n), (1, n // 2)])
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4", "fp8_e4m3"])
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("heads", [(9, 3), (7, 1)])
+def test_trees(name, window, heads):
+    wide, deep = tree([-1, 0, 0, 1, 1, 2, 2, 6]), tree([-1, *range(63)])
+    if not ALL and name == "fp8_e4m3":
+        heads = (7, 1)
+    compare(paged_attention, name, LayerSpec(*heads, 64, 64, 0.125, window), 8,
+            [(8, 30), (1, 17), (64, 600), (4, 4), (3, 9)], [wide, [-1], deep, tree([-1, -1, 0, 1]), [-1, -1, -1]])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_chunks(window):
+    compare(paged_attention, "bfloat16", LayerSpec(9, 3, 64, 64, 0.125, window), 16, [(300, 700), (1, 900), (90, 90)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_queries(dtype):
+    compare(paged_attention, "bfloat16", LayerSpec(9, 3, 64, 64, 0.125), 16, [(1, 40), (5, 33)], dtype=dtype)
+
+
+def test_batch_mates_and_threads_change_no_bit():
+    spec, lengths = LayerSpec(9, 3, 64, 64, 0.125), [1500, 40, 700]
+    pages, table, _ = build("bfloat16", spec, 16, lengths)
+    q, threads = torch.randn(3, 9, 64), torch.get_num_threads()
+    whole = paged_attention(q, pages, step(table, [(1, n) for n in lengths]), table, spec)
+    for r, n in enumerate(lengths):
+        mine = table[r:r + 1]
+        assert torch.equal(paged_attention(q[r:r + 1], pages, step(mine, [(1, n)]), mine, spec)[0], whole[r])
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(paged_attention(q, pages, step(table, [(1, n) for n in lengths]), table, spec), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_one_long_request_is_shared_out():
+    """One 32k request beside 63 short ones: no thread gets more than its share and one part."""
+    bounds, lengths = torch.arange(65).int(), torch.tensor([32_768] + [50] * 63).int()
+    empty = torch.empty(0, dtype=torch.int64).numpy()
+    _, _, parts, begins, _ = _plan(bounds.numpy(), lengths.numpy(), empty, 1 << 40, 3, 3, 8)
+    keys = [int(sum(parts[begins[w]:begins[w + 1], 2] - parts[begins[w]:begins[w + 1], 1])) for w in range(8)]
+    assert sum(keys) == 3 * int(lengths.sum())
+    assert max(keys) <= sum(keys) / 8 + 1024
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8_e4m3", "fp8_e5m2_token", "int8", "int8_static", "int4"])
+def test_a_broken_row_breaks_its_request_only(name):
+    spec = LayerSpec(4, 1, 64, 64, 0.125)
+    pages, table, _ = build(name, spec, 16, [40, 40])
+    bad = pages.value_codec.encode(torch.full((1, 64), torch.nan))
+    pages.values.payload[table[0, 1], :, 3], pages.values.scales[table[0, 1], :, 3] = bad
+    out = paged_attention(torch.randn(2, 4, 64), pages, step(table, [(1, 40), (1, 40)]), table, spec)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_refusals():
+    spec = LayerSpec(3, 1, 64, 64, 0.125)
+    pages, table, _ = build("bfloat16", spec, 16, [70])
+    with pytest.raises(ValueError, match="float64"):
+        paged_attention(torch.randn(1, 3, 64).double(), pages, step(table, [(1, 70)]), table, spec)
+    with pytest.raises(ValueError, match="65"):
+        paged_attention(torch.randn(65, 3, 64), pages, step(table, [(65, 70)], torch.ones(65).long()), table, spec)
+    with pytest.raises(ValueError, match="float64"):
+        paged_write(pages, torch.randn(1, 1, 64).double(), torch.randn(1, 1, 64), torch.tensor([16]))
+
+
+def test_what_the_kernels_lack_is_gathered():
+    assert kernels_for(torch.float32).name == kernels_for(torch.bfloat16).name == "numba"
+    assert kernels_for(torch.float64) is GATHER
+    assert kernels_for(torch.float32, "cuda") is GATHER
+
+
+HARD = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 6e-8, 1e-7, 2.0 ** -9, 2.0 ** -10, 1.5 * 2.0 ** -10, 2.0 ** -16,
+                     3 * 2.0 ** -18, 0.0625, 1.0, 1.0625, 1.1875, -1.1875, 2.5, 3.5, 0.5, 447.9, 448.0, 464.0, 465.0,
+                     57344.0, 61440.0, 65504.0, 65520.0, 1e6, -1e30, 3.4e38, -3.4e38, 1e-39])
+
+
+def hard_vectors(num_kv, dim):
+    """Ordinary, tiny, huge, awkward, equal, broken: [T, num_kv, dim]."""
+    draw = torch.Generator().manual_seed(1)
+    awkward = HARD.repeat(2)[torch.stack([torch.randperm(64, generator=draw) for _ in range(20 * num_kv)])]
+    odd = torch.randn(3, num_kv, dim, generator=draw)
+    odd[0, :, 5], odd[1, :, 40], odd[2, :, 63] = torch.inf, torch.nan, -torch.inf
+    return torch.cat([torch.randn(40, num_kv, dim, generator=draw) * 3,
+                      torch.randn(40, num_kv, dim, generator=draw) * torch.logspace(-12, 12, 40)[:, None, None],
+                      awkward.view(20, num_kv, dim), torch.zeros(1, num_kv, dim), -torch.zeros(1, num_kv, dim),
+                      torch.full((1, num_kv, dim), 5.0), torch.full((1, num_kv, dim), torch.nan),
+                      torch.arange(num_kv * dim).view(1, num_kv, dim).float() / 2, odd])
+
+
+def same_bytes(mine, its):
+    """Equal bytes, except that which of the many NaNs it is is nobody's business."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[mine.element_size()]
+    same = mine.view(bits) == its.view(bits)
+    return bool((same | mine.isnan() & its.isnan() if mine.dtype.is_floating_point else same).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_write_stores_the_bytes_of_encode(name, dtype, scaled):
+    num_kv, dim, block_size = 3, 64, 16
+    k = hard_vectors(num_kv, dim).to(dtype)
+    codecs = [kv_codec(name, fixed_scale(name, num_kv, dim, i) if scaled else 0.05 if name == "int8_static" else None)
+              for i in range(2)]
+    num_blocks = -(-len(k) // block_size) + 2
+    stores = [poisoned(codec, (num_blocks + 1, num_kv, block_size), dim) for codec in codecs]
+    twin = LayerPages(*(Stored(*(t.clone() for t in store)) for store in stores), *codecs)
+    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(2))[:len(k)] + block_size
+    slots[::7] = -1
+    paged_write(LayerPages(*stores, *codecs), k, k.flip(0), slots)
+    write(twin, k, k.flip(0), slots)
+    for store, want in zip(stores, twin[:2], strict=True):
+        assert all(same_bytes(*pair) for pair in zip(store, want, strict=True))
+
+
+def test_write_without_values():
+    codec = kv_codec("bfloat16")
+    store, k = poisoned(codec, (4, 1, 8), 576), torch.randn(5, 1, 576)
+    paged_write(LayerPages(store, None, codec, codec), k, None, torch.arange(8, 13))
+    assert torch.equal(store.payload[1, 0, :5], k[:, 0].bfloat16())
+
+
+def test_a_latent_layer_has_a_codec_for_what_is_not_there():
+    """`PagedKVCache` gives every layer two codecs; without values the second is not asked."""
+    spec = LayerSpec(16, 1, 64, 32, 0.125, value_in_key=True)
+    compare(paged_attention, "int8", spec, 8, loads_of("mixed", 8))
