@@ -225,7 +225,95 @@ def test_without_scripts_the_still_frame_shows(browser, small_address):
     page = context.new_page()
     page.goto(small_address + "nbs/01_sample.html")
     assert page.locator("[data-kv-figure=two_loops] .kv-mount").is_visible()
+    live = page.locator(".cell.tag_live").nth(1)
+    assert live.get_by_text("table.fork()").is_visible()
+    assert live.get_by_text("[2, 2, 2]").is_visible()
+    assert live.locator("button").count() == 0
     context.close()
+
+
+class LiveCell:
+    """A live cell of the small book's page, as a reader uses it."""
+
+    def __init__(self, page, number: int):
+        self.page, self.cell = page, page.locator(".cell.tag_live").nth(number)
+        self.area, self.status = self.cell.locator("textarea"), self.cell.locator("output")
+
+    def button(self, name: str):
+        return self.cell.get_by_role("button", name=name)
+
+    def output(self) -> str:
+        """What it has said in this page, once nothing runs any more."""
+        self.page.wait_for_function("() => !document.querySelector('.kv-busy')", timeout=60_000)
+        return self.cell.locator(".kv-ran").text_content().strip()
+
+    def run(self, source: str) -> str:
+        """Edit it, run it by the keyboard, and wait for what it says."""
+        self.area.fill(source)
+        self.area.press("Control+Enter")
+        return self.output()
+
+
+ALL_OF_CONTROL = """import importlib, pkgutil, kvbook.control
+[importlib.import_module(f"kvbook.control.{m.name}").__name__ for m in pkgutil.iter_modules(kvbook.control.__path__)]"""
+
+
+def test_a_live_cell_runs_is_edited_fails_and_is_stopped(browser, small_address):
+    with Tab(browser, small_address) as tab:
+        asked = []
+        tab.page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
+        page = tab.open("nbs/01_sample.html")
+        first, second = LiveCell(page, 0), LiveCell(page, 1)
+        assert not [name for name in asked if "worker" in name or "pyodide" in name]
+        second.button("Run").click()                                      # runs the first before itself
+        assert (second.output(), first.output()) == ("[2, 2, 2]", "blocks [1, 2, 3]")
+        assert {"pyodide.asm.wasm", "python_stdlib.zip", "kvbook.zip"} <= set(asked)
+        modules = sorted(p.stem for p in (ROOT / "kvbook" / "control").glob("[!_]*.py"))
+        assert second.run(ALL_OF_CONTROL) == str([f"kvbook.control.{name}" for name in modules])
+        error = second.run("names = [1, 2]\nprint('before')\nnames[2]").splitlines()
+        assert error[:3] == ["before", "Traceback (most recent call last):", '  File "cell 2", line 3, in <module>']
+        assert error[-1] == "IndexError: list index out of range"
+        second.area.fill("while True:\n    print('on and on')")
+        second.button("Run").click()
+        second.cell.get_by_text("only the first 20,000 characters are shown").wait_for()
+        second.button("Stop").press("Enter")
+        assert second.status.inner_text() == "Stopped. The next run starts afresh."
+        assert second.button("Run").evaluate("(button) => button === document.activeElement")
+        assert second.run("pool.num_used") == "3"                         # the first cell has run anew
+        second.button("Reset").click()
+        assert second.output() == ""
+        assert second.cell.get_by_text("[2, 2, 2]").is_visible()
+        assert [t for t in tab.troubles if "no_such_script" not in t and "Failed to load resource" not in t] == []
+
+
+def test_a_live_cell_is_edited_by_keyboard_and_lets_it_out(browser, small_address):
+    with Tab(browser, small_address) as tab:
+        page = tab.open("nbs/01_sample.html")
+        cell = LiveCell(page, 1)
+        cell.area.fill("")
+        for key in ("if x:", "Enter", "y", "Enter", "Shift+Tab", "z", "Control+a", "Tab"):
+            (page.keyboard.press if "Tab" in key or "+" in key or key == "Enter" else page.keyboard.type)(key)
+        assert cell.area.input_value() == "    if x:\n        y\n    z"
+        page.keyboard.press("Shift+Tab")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Tab")
+        assert cell.area.input_value() == "if x:\n    y\nz   "
+        page.keyboard.press("Control+z")
+        assert cell.area.input_value() == "if x:\n    y\nz"
+        assert cell.cell.get_by_text("Esc, then Tab, leaves the cell").is_visible()
+        page.keyboard.press("Escape")
+        page.keyboard.press("Tab")
+        assert not cell.area.evaluate("(area) => area === document.activeElement")
+        assert cell.area.input_value() == cell.cell.locator(".cell_input pre").text_content().rstrip("\n")
+
+
+def test_from_disk_a_live_cell_says_how_to_run_it(browser, small_book):
+    with Tab(browser, small_book.resolve().as_uri() + "/") as tab:
+        page = tab.open("nbs/01_sample.html")
+        cell = page.locator(".cell.tag_live").nth(1)
+        assert cell.get_by_text("This runs when the book is served: make serve").is_visible()
+        assert cell.locator("textarea, button:not(.copybtn)").count() == 0
+        assert cell.get_by_text("[2, 2, 2]").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["http", "file"])

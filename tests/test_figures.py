@@ -20,6 +20,7 @@ from kvbook.lab.figures import (
     STATIC,
     Figure,
     arrange,
+    block_tables,
     compare_formats,
     count_two_loops,
     describe,
@@ -35,6 +36,7 @@ from kvbook.lab.figures import (
     plan,
     planner,
     readout,
+    see_blocks,
     share,
     significant,
     staircase,
@@ -84,6 +86,22 @@ INT8 = {"name": "int8", "bits": 8, "scaled": True, "values": list(range(-127, 12
         "codes": [number % 256 for number in range(-127, 128)], "error": "within half a step"}
 INT4 = {"name": "int4", "bits": 4, "affine": True, "values": list(range(16)), "codes": list(range(16))}
 FORMATS = [BF16, E4M3, {**E4M3, "name": "fp8 e4m3, scaled", "scaled": True}, E5M2, INT8, INT4, FP16]
+EMPTY = ["", "", "", ""]
+WORDS = [["May", "I", "bring", "a"], ["<cup>", "of", "", ""]]
+FORKED = [{"name": "first", "blocks": [1, 2], "num_tokens": 6}, {"name": "second", "blocks": [1, 3], "num_tokens": 7}]
+RUN = {"block_size": 4, "num_blocks": 5, "frames": [
+    {"said": "Nobody is here.", "tables": [], "refcounts": [0] * 5, "words": [EMPTY] * 5},
+    {"said": "first writes six tokens.", "by": "first", "tables": FORKED[:1], "refcounts": [1, 1, 0, 0, 0],
+     "words": [*WORDS, *[EMPTY] * 3], "written": range(4, 10)},
+    {"said": "second forks first <&>.", "by": "second", "tables": [FORKED[0], {**FORKED[0], "name": "second"}],
+     "refcounts": [2, 2, 0, 0, 0], "words": [*WORDS, *[EMPTY] * 3]},
+    {"said": "second writes: block 2 is copied to block 3 first.", "by": "second", "tables": FORKED, "copied": [[2, 3]],
+     "refcounts": [2, 1, 1, 0, 0], "words": [*WORDS, ["<cup>", "of", "tea", ""], EMPTY, EMPTY], "written": [14]},
+    {"said": "third wants too much: nothing has changed.", "refused": True, "tables": FORKED,
+     "refcounts": [2, 1, 1, 0, 0], "words": [*WORDS, ["<cup>", "of", "tea", ""], EMPTY, EMPTY]},
+    {"said": "first ends, second's window passes.", "cached": [1], "freed": [2],
+     "tables": [{"name": "second", "blocks": [0, 3], "num_tokens": 7}],
+     "refcounts": [0, 0, 1, 0, 0], "words": [*WORDS, ["<cup>", "of", "tea", ""], EMPTY, EMPTY]}]}
 CHROMIUM = "/usr/bin/chromium"
 CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
                   "--disable-background-networking", "--disable-component-update"]
@@ -91,7 +109,7 @@ CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first
 
 def figures():
     return [planner(MODELS, DEVICES, start={"model": "large model", "weight_dtype": "bf16"}), two_loops(TRACE),
-            heads(CONFIGS, start={"head": 5}), number_lines(FORMATS)]
+            heads(CONFIGS, start={"head": 5}), number_lines(FORMATS), block_tables(RUN)]
 
 
 def node():
@@ -344,7 +362,7 @@ def test_data_cannot_end_their_script_nor_a_caption_its_tag():
 
 
 def test_the_static_frames_make_the_point_alone():
-    drawn, loops, sharing, lines = (" ".join(Structure(figure.static_html).texts) for figure in figures())
+    drawn, loops, sharing, lines, paging = (" ".join(Structure(figure.static_html).texts) for figure in figures())
     assert "16.1 GB (15.0 GiB)" in drawn
     assert "131,072 B for each token" in drawn
     assert "fits on 1 of 3 devices shown" in drawn
@@ -356,12 +374,18 @@ def test_the_static_frames_make_the_point_alone():
     assert "Query head 5 of 9 reads KV head 1 of 3" in sharing
     assert "4, 0.05 is changed least by fp16 (off by 0.000012, 0.024\N{NO-BREAK SPACE}%) and most by int4" in lines
     assert "int8 scale 0.0315; within half a step 13 of 255 in view → 0.06299 off by 0.013, 26" in lines
+    assert paging.startswith("second writes: block 2 is copied to block 3 first. first: 6 tokens in block 1, block 2; "
+                             "second: 7 tokens in block 1, block 3; 3 of 5 blocks held, 2 free.")
+    assert "second May I bring a → 1 <cup> of tea → 3" in re.sub(r"\s+", " ", paging)
+    assert "2 copied to 3 <cup> of" in paging
 
 
 def test_a_models_name_is_escaped():
     assert "small &lt;&amp;&gt; model" in planner(MODELS, DEVICES).static_html
     assert "small &lt;&amp;&gt; model" in heads(CONFIGS).static_html
     assert "fp8 e5m2 &lt;&amp;&gt;" in number_lines(FORMATS).static_html
+    assert "second forks first &lt;&amp;&gt;." in block_tables(RUN, start=2).static_html
+    assert "&lt;cup&gt;" in block_tables(RUN).static_html
 
 
 def test_in_a_live_notebook_it_is_a_widget_too(monkeypatch):
@@ -386,7 +410,7 @@ def test_anywidget_and_matplotlib_are_not_imported_for_html():
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["heads", "memory_planner", "number_lines", "two_loops"])
+@pytest.mark.parametrize("name", ["block_tables", "heads", "memory_planner", "number_lines", "two_loops"])
 def test_a_script_is_one_module_that_asks_nobody(name):
     source = esm_source(name)
     assert not re.search(r"^\s*import\b|import\(|https?://(?!www\.w3\.org/2000/svg)", source, re.MULTILINE)
@@ -394,7 +418,7 @@ def test_a_script_is_one_module_that_asks_nobody(name):
 
 
 def test_an_unknown_figure_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'kv'; accepted: heads, memory_planner, number_lines, two_loops"):
+    with pytest.raises(ValueError, match=r"'kv'; accepted: block_tables, heads, memory_planner, number_lines, two"):
         esm_source("kv")
 
 
@@ -646,6 +670,111 @@ def test_the_number_lines_need_a_format():
         number_lines([])
 
 
+def random_run(seed):
+    """Frames of random writes, forks and ends, whose pool, tables and slots are counted here by the rules alone."""
+    draw, size, frames = random.Random(seed), 4, []
+    words, tables = [[""] * size for _ in range(12)], {}
+    for step in range(40):
+        held = [block for table in tables.values() for block in table["blocks"]]
+        free = [block for block in range(1, 13) if block not in held]
+        frame = {"said": f"step {step}"}
+        names = [name for name in "ABC" if name in tables]
+        name = draw.choice("ABC")
+        if name not in tables and names and draw.random() < 0.5:
+            source = tables[draw.choice(names)]
+            tables[name] = {**source, "name": name, "blocks": list(source["blocks"])}
+        elif name in tables and draw.random() < 0.2:
+            frame["freed"] = [block for block in tables.pop(name)["blocks"] if held.count(block) == 1]
+        elif len(free) > 1:
+            table = tables.setdefault(name, {"name": name, "blocks": [], "num_tokens": 0})
+            entry, slot = divmod(table["num_tokens"], size)
+            if slot == 0:
+                table["blocks"].append(free[0])
+                words[free[0] - 1] = [""] * size
+            elif held.count(table["blocks"][entry]) > 1:
+                frame["copied"] = [[table["blocks"][entry], free[0]]]
+                words[free[0] - 1] = list(words[table["blocks"][entry] - 1])
+                table["blocks"][entry] = free[0]
+            words[table["blocks"][entry] - 1][slot] = f"w{step}"
+            frame["written"], table["num_tokens"] = [table["blocks"][entry] * size + slot], table["num_tokens"] + 1
+        held = [block for table in tables.values() for block in table["blocks"]]
+        frames.append({**frame, "refcounts": [held.count(block) for block in range(1, 13)],
+                       "tables": [{**table, "blocks": list(table["blocks"])} for table in tables.values()],
+                       "words": [list(each) for each in words]})
+    return {"block_size": size, "num_blocks": 12, "frames": frames}
+
+
+@pytest.mark.parametrize("run", [RUN, *map(random_run, range(10))], ids=["typed", *map(str, range(10))])
+def test_the_blocks_are_the_same_in_both_languages(tmp_path, run):
+    data = block_tables(run).data
+    answers = in_node(tmp_path, "block_tables",
+                      "const answer = given.frames.map((_, step) => seeBlocks(given, step));", data)
+    assert answers == [see_blocks(data, step) for step in range(len(data["frames"]))]
+
+
+def test_a_text_is_read_through_its_table_and_foreign_words_are_not_seen():
+    copied = see_blocks(RUN, 3)
+    assert [entry["words"] for entry in copied["tables"][0]["entries"]] == WORDS
+    assert copied["tables"][1]["entries"][1] == {"block": 3, "words": ["<cup>", "of", "tea", ""]}
+    assert [(each["state"], each["note"], each["holders"]) for each in copied["blocks"]] == [
+        ("shared", "2 holders", ["first", "second"]), ("held", "copied to 3", ["first"]),
+        ("held", "copy of 2", ["second"]), ("free", "free", []), ("free", "free", [])]
+    ended = see_blocks(RUN, 5)
+    assert ended["tables"][0]["entries"][0] == {"block": 0, "words": EMPTY}
+    assert [(each["state"], each["note"], each["words"]) for each in ended["blocks"][:2]] == [
+        ("kept", "kept", WORDS[0]), ("free", "given back", EMPTY)]
+    assert ended["spoken"] == "second: 7 tokens in null, block 3; 1 of 5 blocks held, 3 free, 1 kept."
+
+
+def test_what_lies_behind_the_end_of_a_text_is_not_shown():
+    frame = {**RUN["frames"][3], "tables": [FORKED[0], {**FORKED[1], "num_tokens": 6}]}
+    assert see_blocks({**RUN, "frames": [frame]}, 0)["blocks"][2]["words"] == ["<cup>", "of", "", ""]
+
+
+def test_the_player_opens_on_the_first_copy_or_the_last_frame():
+    assert block_tables(RUN).data["start"] == 3
+    assert block_tables({**RUN, "frames": RUN["frames"][:3]}).data["start"] == 2
+    assert block_tables(RUN, start=0).data["start"] == 0
+    assert json.loads(json.dumps(block_tables(RUN).data))["frames"][1]["written"] == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"said": ""}, r"\['said'\] is ''; accepted: a text"),
+    ({"refcounts": [1, 1, 1, 0, 0]}, r"\['refcounts'\]\[0\] is 1; accepted: 2, since so many entries name block 1"),
+    ({"refcounts": [2, 1, 1, 1, 0]}, r"\['refcounts'\]\[3\] is 1; accepted: 0"),
+    ({"refcounts": [2, 1, 1, 0]}, r"\['refcounts'\] is .*accepted: 5 whole numbers from 0"),
+    ({"refcounts": [2, True, 1, 0, 0]}, r"\['refcounts'\] is .*accepted: 5 whole"),
+    ({"words": [EMPTY] * 4}, r"\['words'\] is .*accepted: 4 texts for each of 5 blocks"),
+    ({"words": [[""] * 3] * 5}, r"\['words'\] is .*accepted: 4 texts"),
+    ({"tables": None}, r"\['tables'\] is None; accepted: a list"),
+    ({"tables": [{**FORKED[0], "name": ""}]}, r"\['tables'\]\[0\]\['name'\] is ''; accepted: a text"),
+    ({"tables": [FORKED[0], FORKED[0]]}, r"\['tables'\] is \['first', 'first'\]; accepted: each name once"),
+    ({"tables": [{**FORKED[0], "num_tokens": 9}]}, r"\['blocks'\] is \[1, 2\]; accepted: 3 blocks, each from 0 to 5"),
+    ({"tables": [{**FORKED[0], "num_tokens": -1}]}, r"\['num_tokens'\] is -1; accepted: a whole number from 0"),
+    ({"tables": [{**FORKED[0], "blocks": [1, 6]}]}, r"\['blocks'\] is \[1, 6\]"),
+    ({"by": "third"}, r"\['by'\] is 'third'; accepted: one of \['first', 'second'\]"),
+    ({"cached": [6]}, r"\['cached'\] is \[6\]; accepted: different blocks from 1 to 5"),
+    ({"freed": [1, 1]}, r"\['freed'\] is \[1, 1\]"), ({"copied": [[3, 3]]}, r"\['copied'\] is \[\[3, 3\]\]"),
+    ({"copied": [[3, 1]]}, r"\['copied'\] is \[\[3, 1\]\]; accepted: pairs"),
+    ({"written": [16]}, r"\['written'\] is \[16\]; accepted: slots of blocks that"),
+    ({"written": [3]}, r"\['written'\] is \[3\]")])
+def test_the_player_names_what_does_not_add_up(change, message):
+    with pytest.raises(ValueError, match=r"^frames\[1\].*" + message):
+        block_tables({**RUN, "frames": [RUN["frames"][0], {**RUN["frames"][3], **change}]})
+
+
+@pytest.mark.parametrize(("change", "options", "message"), [
+    ({"block_size": 0}, {}, r"trace\['block_size'\] is 0"),
+    ({"num_blocks": None}, {}, r"trace\['num_blocks'\] is None"),
+    ({"frames": []}, {}, r"trace\['frames'\] is \[\]; accepted: at least one frame"),
+    ({}, {"start": 6}, "start is 6; accepted: 0 to 5"), ({}, {"start": -1}, "start is -1"),
+    ({"frames": [{"said": "s", "refcounts": [0] * 5, "words": [EMPTY] * 5, "tables": [
+        {"name": f"t{index}", "blocks": [], "num_tokens": 0} for index in range(7)]}]}, {}, "accepted: at most 6")])
+def test_the_player_names_a_run_that_cannot_be(change, options, message):
+    with pytest.raises(ValueError, match=message):
+        block_tables({**RUN, **change}, **options)
+
+
 def luminance(colour):
     channels = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
@@ -702,7 +831,8 @@ def start(page, **traits):
 @pytest.mark.browser
 def test_the_script_opens_on_the_static_frame(page):
     parts = [".kvf-summary", ".kvf-devices", ".kvf-summary + .kvf-key", ".kvf-readout", ".kvf-axes", ".kvf-counts",
-             ".kvf-heads", ".kvf-sharing", ".kvf-formula", ".kvf-least-most", ".kvf-ruler", ".kvf-lines"]
+             ".kvf-heads", ".kvf-sharing", ".kvf-formula", ".kvf-least-most", ".kvf-ruler", ".kvf-lines", ".kvf-said",
+             ".kvf-spoken", ".kvf-paging"]
     still = [page.locator(part).text_content() for part in parts]
     path = page.locator("path.kvf-uncached").get_attribute("d")
     start(page)
@@ -728,8 +858,8 @@ def test_the_figures_answer_the_keyboard(page):
 @pytest.mark.browser
 def test_a_notebook_shows_caption_and_description_too(page):
     start(page, caption="An <answer>.", alt="What it is")
-    assert page.get_by_role("figure", name="What it is", exact=True).count() == 4
-    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 4
+    assert page.get_by_role("figure", name="What it is", exact=True).count() == 5
+    assert page.locator(".kvf-caption").all_text_contents() == ["An <answer>."] * 5
 
 
 @pytest.mark.browser
@@ -737,7 +867,7 @@ def test_every_control_has_its_own_name(page):
     start(page)
     named = {"combobox": ["Model", "Weights in", "KV in", "Heads of"],
              "slider": ["Tokens each", "People at once", "Step", "Query head", "Value", "Largest value in the vector",
-                        "View"]}
+                        "View", "Frame"]}
     for role, names in named.items():
         assert [page.get_by_role(role, name=name, exact=True).count() for name in names] == [1] * len(names)
         assert page.get_by_role(role).count() == len(names)
@@ -813,9 +943,10 @@ def test_devices_can_be_left_out(page):
 @pytest.mark.browser
 def test_the_replay_plays_to_its_end_and_stops(page):
     start(page)
-    page.get_by_role("button", name="Play").click()
-    page.get_by_role("button", name="Pause").wait_for()
-    page.get_by_role("button", name="Play").wait_for(timeout=20_000)
+    figure = page.locator("[data-kv-figure=two_loops]")
+    figure.get_by_role("button", name="Play").click()
+    figure.get_by_role("button", name="Pause").wait_for()
+    figure.get_by_role("button", name="Play").wait_for(timeout=20_000)
     assert "24.7 times the tokens for the same 40 tokens" in page.locator(".kvf-readout").text_content()
     assert page.locator(".kvf-readout").get_attribute("aria-live") == "polite"
 
@@ -910,3 +1041,89 @@ def test_nothing_is_wider_than_a_phone(page):
     for begin in (lambda: None, lambda: start(page)):
         begin()
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@pytest.mark.browser
+def test_the_player_steps_through_the_frames_that_python_draws(page):
+    start(page)
+    figure = page.locator("[data-kv-figure=block_tables]")
+    slider, said = figure.get_by_role("slider", name="Frame"), figure.locator(".kvf-said")
+    previous, following = (figure.get_by_role("button", name=name) for name in ("Previous", "Next"))
+    assert said.get_attribute("aria-live") == "polite"
+    assert slider.get_attribute("aria-valuetext") == "4 of 6"
+    slider.focus()
+    page.keyboard.press("Home")
+    previous.focus()
+    page.keyboard.press("Enter")
+    for step, frame in enumerate(RUN["frames"]):
+        assert slider.get_attribute("aria-valuetext") == f"{step + 1} of 6"
+        assert said.text_content() == frame["said"]
+        assert ("kvf-refused" in said.get_attribute("class")) == bool(frame.get("refused"))
+        assert (previous.get_attribute("aria-disabled"), following.get_attribute("aria-disabled")) == (
+            str(step == 0).lower(), str(step == 5).lower())
+        assert bool(figure.locator(".kvf-copies").get_attribute("d")) == bool(frame.get("copied"))
+        drawn = figure.locator(".kvf-paging").evaluate("made => made.outerHTML")
+        assert drawn in block_tables(RUN, start=step).static_html
+        following.focus()
+        page.keyboard.press("Enter")
+    assert slider.get_attribute("aria-valuetext") == "6 of 6"
+
+
+@pytest.mark.browser
+def test_the_player_plays_to_its_end_and_stops(page):
+    page.clock.install()
+    start(page)
+    figure = page.locator("[data-kv-figure=block_tables]")
+    said = figure.locator(".kvf-said")
+    figure.get_by_role("button", name="Play").click()
+    assert said.text_content() == RUN["frames"][4]["said"]
+    assert said.get_attribute("aria-live") == "off"
+    page.clock.run_for(4000)
+    assert said.text_content() == RUN["frames"][5]["said"]
+    assert said.get_attribute("aria-live") == "polite"
+    figure.get_by_role("button", name="Play").click()
+    assert said.text_content() == RUN["frames"][0]["said"]
+    figure.get_by_role("button", name="Pause").click()
+    page.clock.run_for(20_000)
+    assert said.text_content() == RUN["frames"][0]["said"]
+
+
+@pytest.mark.browser
+def test_an_entry_points_to_its_block_by_keyboard_and_by_mouse(page):
+    start(page)
+    figure = page.locator("[data-kv-figure=block_tables]")
+    told, place = figure.locator(".kvf-pointed"), figure.get_by_role("group", name="Entries of the tables")
+    place.focus()
+    assert not figure.locator(".kvf-link-to").get_attribute("d")
+    page.keyboard.press("ArrowRight")
+    assert told.text_content() == "Entry 0 of first, tokens 0 to 3: block 1, also held by second."
+    assert figure.locator(".kvf-marked").count() == 3
+    assert figure.locator(".kvf-link-to").get_attribute("d")
+    page.keyboard.press("ArrowLeft")
+    assert told.text_content() == "Entry 1 of second, tokens 4 to 6: block 3, held by nobody else."
+    assert figure.locator(".kvf-block.kvf-marked").text_content().startswith("3copy of 2")
+    figure.get_by_role("button", name="Next").focus()
+    assert figure.locator(".kvf-marked").count() == 0
+    figure.get_by_role("slider", name="Frame").press("End")
+    figure.locator(".kvf-entry").first.hover()
+    assert told.text_content() == (
+        "Entry 0 of second, tokens 0 to 3: null. The window has passed, and the block was given back.")
+    assert not figure.locator(".kvf-link-to").get_attribute("d")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [360, 1000])
+def test_blocks_and_entries_lie_inside_the_figure_and_beside_each_other(page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    start(page)
+    figure = page.locator("[data-kv-figure=block_tables]")
+    place = figure.locator(".kvf-paging").bounding_box()
+    for part in (".kvf-entry", ".kvf-block"):
+        boxes = figure.locator(part).evaluate_all("""all => all.map(each => {
+          const { left, top, right } = each.getBoundingClientRect();
+          return [Math.round(top), left, right, each.scrollWidth - each.clientWidth];
+        })""")
+        assert max(over for *_, over in boxes) <= 0
+        assert max(right for _, _, right, _ in boxes) <= place["x"] + place["width"] + 0.5
+        ordered = sorted(boxes)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ordered))

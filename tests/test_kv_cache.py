@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvbook.compute import mla, windows
 from kvbook.compute.attention import attend
+from kvbook.compute.checkpoint import load
 from kvbook.compute.kv_cache import (
     GATHER,
     PagedKVCache,
@@ -121,6 +122,16 @@ def test_numba_reads_what_was_written(make, kv_dtype, block_size, chunk):
     model = made(make, seed=2).float()
     answers = run_paged(model, PROMPTS, kv_dtype, block_size, chunk, kernels=kernels_for(torch.float32))
     assert answers == cold(model, PROMPTS, kv_dtype)
+
+
+@pytest.mark.parametrize("kernels", [GATHER, kernels_for(torch.float32)], ids=lambda kernels: kernels.name)
+def test_the_default_model_says_the_same_from_pages_of_any_size(kernels):
+    model, tokenizer = load(dtype="float32")
+    prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in
+               ("Why do libraries ask people to be quiet?", "What is a page?", "Name three rivers in Asia.")]
+    want = [run.token_ids for run in generate(model, prompts, COUNT, stop_token_ids=())]
+    for block_size in (1, 7, 16, 128):
+        assert run_paged(model, prompts, "float32", block_size, chunk=20, kernels=kernels) == want, block_size
 
 
 @settings(max_examples=10, deadline=None)

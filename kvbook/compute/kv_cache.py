@@ -6,7 +6,7 @@ __all__ = ['GATHER', 'LayerPages', 'write', 'gather', 'gathered_attention', 'Ker
 
 # %% ../../nbs/03a_kv_cache.ipynb #e6af7479
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -97,9 +97,10 @@ GATHER = Kernels("gather", write, gathered_attention)
 
 def kernels_for(dtype: torch.dtype, device: str | torch.device = "cpu") -> Kernels:
     """The fastest kernels for a model's dtype and device: on a CPU Numba's, and `GATHER` for what these lack."""
-    if torch.device(device).type == "cpu" and dtype != torch.float64 and find_spec("numba"):
-        from kvbook.kernels.paged_cpu import paged_attention, paged_write
-        return Kernels("numba", paged_write, paged_attention)
+    if torch.device(device).type == "cpu" and dtype != torch.float64:
+        with suppress(ModuleNotFoundError):                 # Numba is optional
+            from kvbook.kernels.paged_cpu import paged_attention, paged_write
+            return Kernels("numba", paged_write, paged_attention)
     return GATHER
 
 # %% ../../nbs/03a_kv_cache.ipynb #7b144ab5
