@@ -7,6 +7,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.kvbook-installed
 ENV_KEY = $$(cat requirements.txt settings.ini setup.py | cksum)
+BOOK_TESTS = tests/test_notebooks.py tests/test_live.py tests/test_book.py tests/test_browser.py
 CHROMIUM = chromium chromium-browser google-chrome google-chrome-stable
 
 .PHONY: help book pages test test-all hello serve gpu bench clean env install vendor browser
@@ -21,11 +22,13 @@ book: env  ## a first answer from the model, then the notebooks and the pages in
 pages: env
 	@$(PY) book/_ext/build_book.py
 
+# The notebooks and the book measure and are measured, so they run alone; everything else takes all cores.
 test: env vendor browser  ## all tests but the slow ones
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(BOOK_TESTS:%=--ignore=%)
+	$(PY) -m pytest $(BOOK_TESTS)
 
-test-all: env vendor browser  ## all tests, minutes-long ones included
-	KVBOOK_TEST=all $(PY) -m pytest
+test-all: export KVBOOK_TEST = all
+test-all: test  ## all tests, minutes-long ones included
 
 hello: env  ## stream an answer of the default model and say what it kept in memory
 	@$(VENV)/bin/kvbook hello

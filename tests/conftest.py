@@ -14,6 +14,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from kvbook.lab.session import limit_thread_spin
 
 limit_thread_spin()                                   # before any test loads torch
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:         # each of several workers has its share of the cores
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book" / "_ext"))

@@ -88,9 +88,10 @@ def test_batch_mates_and_threads_change_no_bit():
     for r, n in enumerate(lengths):
         mine = table[r:r + 1]
         assert torch.equal(paged_attention(q[r:r + 1], pages, step(mine, [(1, n)]), mine, spec)[0], whole[r])
-    torch.set_num_threads(1)
     try:
-        assert torch.equal(paged_attention(q, pages, step(table, [(1, n) for n in lengths]), table, spec), whole)
+        for torch_threads in (1, 2):
+            torch.set_num_threads(torch_threads)
+            assert torch.equal(paged_attention(q, pages, step(table, [(1, n) for n in lengths]), table, spec), whole)
     finally:
         torch.set_num_threads(threads)
 
@@ -187,3 +188,21 @@ def test_a_latent_layer_has_a_codec_for_what_is_not_there():
     """`PagedKVCache` gives every layer two codecs; without values the second is not asked."""
     spec = LayerSpec(16, 1, 64, 32, 0.125, value_in_key=True)
     compare(paged_attention, "int8", spec, 8, loads_of("mixed", 8))
+
+
+def test_offsets_beyond_32_bits():
+    """Pages whose bytes lie behind 2**31 are written and read like others; most of this pool is never touched."""
+    spec, codec, block_size = LayerSpec(4, 1, 64, 64, 0.125), kv_codec("int8"), 16
+    num_pages = 2**31 // (block_size * 64) + 8
+    stores = [Stored(torch.empty(num_pages, 1, block_size, 64, dtype=torch.int8),
+                     torch.empty(num_pages, 1, block_size, 1, dtype=torch.float16)) for _ in range(2)]
+    far = LayerPages(*stores, codec, codec)
+    near = LayerPages(*(codec.empty((8, 1, block_size), 64) for _ in "kv"), codec, codec)
+    rows, q, out = torch.randn(2, 40, 1, 64), torch.randn(1, 4, 64), []
+    for pages, last in ((far, num_pages - 1), (near, 7)):
+        table = torch.tensor([[last, last - 2, last - 1]], dtype=torch.int32)
+        at = torch.arange(40)
+        paged_write(pages, *rows, table[0].long()[at // block_size] * block_size + at % block_size)
+        out.append(paged_attention(q, pages, step(table, [(1, 40)]), table, spec))
+    assert torch.equal(*out)
+    assert (num_pages - 1) * block_size * 64 >= 2**31

@@ -17,7 +17,6 @@ from numba import njit, prange, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from ..compute.model import Batch
 from ..control.config import LayerSpec
 
 # %% ../../nbs/03c_paged_cpu.ipynb #06665cff
@@ -39,7 +38,7 @@ LOG2E = math.log2(math.e)
 
 @intrinsic
 def _prefetch(typingctx, array, row, column):
-    """Ask for the cache line of array[row, column]; never faults."""
+    """Ask for the cache line of array[row, column], into the second-level cache; never faults."""
     def lower(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0])
         width = builder.extract_value(data.shape, 1)
@@ -547,13 +546,13 @@ def _num_threads() -> int:
     return wanted
 
 
-def paged_attention(q: Tensor, pages, batch: Batch, table: Tensor, spec: LayerSpec) -> Tensor:
+def paged_attention(q: Tensor, pages, batch, table: Tensor, spec: LayerSpec) -> Tensor:
     """Attention of a batch's new rows over keys and values in pages.
 
     Args:
         q: [T, num_heads, head_dim]; float32, bfloat16 or float16, computed with in float32.
         pages: the layer's `kvbook.compute.kv_cache.LayerPages`, with this step's rows written.
-        batch: the step.
+        batch: the step's `kvbook.compute.model.Batch`.
         table: int32 [R, max_blocks], of the layer's group.
         spec: the layer.
 
