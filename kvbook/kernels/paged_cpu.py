@@ -93,9 +93,9 @@ def _number_of(x, kind):
 def _fp8(x, kind):                   # e5m2 is the upper half of a float16; e4m3 is one too, 256 times too small
     if len(kind) == _IS_E5M2:
         return _half_to_float(np.int16(np.uint16(x) << np.uint16(8)))
-    size = np.uint16(x) & np.uint16(127)
-    value = _half_to_float(np.int16((np.uint16(x) & np.uint16(128)) << np.uint16(8) | size << np.uint16(7)))
-    return np.float32(np.nan) if size == np.uint16(127) else value
+    signed = np.int16(np.int16(np.uint16(x) << np.uint16(8)) >> np.int16(1))           # the sign twice, then the rest
+    value = _half_to_float(np.int16(signed & np.int16(~0x4000)))
+    return np.float32(np.nan) if abs(value) > np.float32(448 / 256) else value
 
 
 @njit(fastmath={"contract"}, forceinline=True)      # (x + big) - big must stay what it says
@@ -143,7 +143,16 @@ def _fetch(array, row):
 
 
 @_inline()
-def _dots_of(scores, q, r, m, keys, rows, n, dim, kind, later, ahead):
+def _four_bits(scales, row, c, half):
+    """Step and smallest of the groups of channels c and c + half."""
+    low, high = c // 32, (half + c) // 32
+    return (_half_to_float(scales[row, 2 * low]), _half_to_float(scales[row, 2 * low + 1]),
+            _half_to_float(scales[row, 2 * high]), _half_to_float(scales[row, 2 * high + 1]))
+
+
+@_inline()
+def _dots_of(scores, q, r, m, keys, key_scales, rows, n, dim, kind, later, ahead):
+    half = dim // 2
     for j in range(n):
         if ahead > 0:
             if j + ahead < n:
@@ -152,15 +161,29 @@ def _dots_of(scores, q, r, m, keys, rows, n, dim, kind, later, ahead):
                 _fetch(later, rows[j + ahead - n])
         x = rows[j]
         a0 = a1 = a2 = a3 = np.float32(0)
-        for d in range(dim):
-            a = _number(keys[x, d], kind)
-            a0 += q[r, d] * a
-            if len(m) > 1:
-                a1 += q[r + 1, d] * a
-            if len(m) > 2:
-                a2 += q[r + 2, d] * a
-            if len(m) > 3:
-                a3 += q[r + 3, d] * a
+        if len(kind) == _IS_INT4:
+            for c in range(0, half, 32):
+                step0, least0, step1, least1 = _four_bits(key_scales, x, c, half)
+                for d in range(c, c + 32):
+                    a = np.float32(keys[x, d] & np.uint8(15)) * step0 + least0
+                    b = np.float32(keys[x, d] >> np.uint8(4)) * step1 + least1
+                    a0 += q[r, d] * a + q[r, d + half] * b
+                    if len(m) > 1:
+                        a1 += q[r + 1, d] * a + q[r + 1, d + half] * b
+                    if len(m) > 2:
+                        a2 += q[r + 2, d] * a + q[r + 2, d + half] * b
+                    if len(m) > 3:
+                        a3 += q[r + 3, d] * a + q[r + 3, d + half] * b
+        else:
+            for d in range(dim):
+                a = _number(keys[x, d], kind)
+                a0 += q[r, d] * a
+                if len(m) > 1:
+                    a1 += q[r + 1, d] * a
+                if len(m) > 2:
+                    a2 += q[r + 2, d] * a
+                if len(m) > 3:
+                    a3 += q[r + 3, d] * a
         scores[r, j] = a0
         if len(m) > 1:
             scores[r + 1, j] = a1
@@ -171,20 +194,21 @@ def _dots_of(scores, q, r, m, keys, rows, n, dim, kind, later, ahead):
 
 
 @_piece()
-def _dots(scores, q, r, m, keys, rows, n, dim, kind, later, ahead):
+def _dots(scores, q, r, m, keys, key_scales, rows, n, dim, kind, later, ahead):
     """scores[r:r+m, :n] = q[r:r+m] . keys[rows[:n]]; m at most 4; `later` is what is read next.
 
     The sizes of most models get loops of their own, which the compiler unrolls.
     """
     if dim == 64:
-        _dots_of(scores, q, r, m, keys, rows, n, 64, kind, later, ahead)
+        _dots_of(scores, q, r, m, keys, key_scales, rows, n, 64, kind, later, ahead)
     else:
-        _dots_of(scores, q, r, m, keys, rows, n, dim, kind, later, ahead)
+        _dots_of(scores, q, r, m, keys, key_scales, rows, n, dim, kind, later, ahead)
 
 
 @_inline()
-def _mix_of(out, p, r, m, values, rows, n, dim, kind, later, ahead, filled):
+def _mix_of(out, p, r, m, values, value_scales, rows, n, dim, kind, later, ahead, filled):
     """out[r:r+m] += p[r:r+m, :n] @ values[rows[:n]]; n is a multiple of 4."""
+    half = dim // 2
     r1, r2, r3 = r + min(1, len(m) - 1), r + min(2, len(m) - 1), r + min(3, len(m) - 1)
     for j in range(0, n, 4):
         if ahead > 0:
@@ -198,25 +222,50 @@ def _mix_of(out, p, r, m, values, rows, n, dim, kind, later, ahead, filled):
         pw1, px1, py1, pz1 = p[r1, j], p[r1, j + 1], p[r1, j + 2], p[r1, j + 3]
         pw2, px2, py2, pz2 = p[r2, j], p[r2, j + 1], p[r2, j + 2], p[r2, j + 3]
         pw3, px3, py3, pz3 = p[r3, j], p[r3, j + 1], p[r3, j + 2], p[r3, j + 3]
-        for d in range(dim):
-            vw, vx = _number(values[w, d], kind), _number(values[x, d], kind)
-            vy, vz = _number(values[y, d], kind), _number(values[z, d], kind)
-            out[r, d] += (pw0 * vw + px0 * vx) + (py0 * vy + pz0 * vz)
-            if len(m) > 1:
-                out[r + 1, d] += (pw1 * vw + px1 * vx) + (py1 * vy + pz1 * vz)
-            if len(m) > 2:
-                out[r + 2, d] += (pw2 * vw + px2 * vx) + (py2 * vy + pz2 * vz)
-            if len(m) > 3:
-                out[r + 3, d] += (pw3 * vw + px3 * vx) + (py3 * vy + pz3 * vz)
+        if len(kind) == _IS_INT4:
+            for c in range(0, half, 32):
+                sw0, lw0, sw1, lw1 = _four_bits(value_scales, w, c, half)
+                sx0, lx0, sx1, lx1 = _four_bits(value_scales, x, c, half)
+                sy0, ly0, sy1, ly1 = _four_bits(value_scales, y, c, half)
+                sz0, lz0, sz1, lz1 = _four_bits(value_scales, z, c, half)
+                for d in range(c, c + 32):
+                    aw, ax = values[w, d], values[x, d]
+                    ay, az = values[y, d], values[z, d]
+                    vw, vx = np.float32(aw & np.uint8(15)) * sw0 + lw0, np.float32(ax & np.uint8(15)) * sx0 + lx0
+                    vy, vz = np.float32(ay & np.uint8(15)) * sy0 + ly0, np.float32(az & np.uint8(15)) * sz0 + lz0
+                    uw, ux = np.float32(aw >> np.uint8(4)) * sw1 + lw1, np.float32(ax >> np.uint8(4)) * sx1 + lx1
+                    uy, uz = np.float32(ay >> np.uint8(4)) * sy1 + ly1, np.float32(az >> np.uint8(4)) * sz1 + lz1
+                    out[r, d] += (pw0 * vw + px0 * vx) + (py0 * vy + pz0 * vz)
+                    out[r, d + half] += (pw0 * uw + px0 * ux) + (py0 * uy + pz0 * uz)
+                    if len(m) > 1:
+                        out[r + 1, d] += (pw1 * vw + px1 * vx) + (py1 * vy + pz1 * vz)
+                        out[r + 1, d + half] += (pw1 * uw + px1 * ux) + (py1 * uy + pz1 * uz)
+                    if len(m) > 2:
+                        out[r + 2, d] += (pw2 * vw + px2 * vx) + (py2 * vy + pz2 * vz)
+                        out[r + 2, d + half] += (pw2 * uw + px2 * ux) + (py2 * uy + pz2 * uz)
+                    if len(m) > 3:
+                        out[r + 3, d] += (pw3 * vw + px3 * vx) + (py3 * vy + pz3 * vz)
+                        out[r + 3, d + half] += (pw3 * uw + px3 * ux) + (py3 * uy + pz3 * uz)
+        else:
+            for d in range(dim):
+                vw, vx = _number(values[w, d], kind), _number(values[x, d], kind)
+                vy, vz = _number(values[y, d], kind), _number(values[z, d], kind)
+                out[r, d] += (pw0 * vw + px0 * vx) + (py0 * vy + pz0 * vz)
+                if len(m) > 1:
+                    out[r + 1, d] += (pw1 * vw + px1 * vx) + (py1 * vy + pz1 * vz)
+                if len(m) > 2:
+                    out[r + 2, d] += (pw2 * vw + px2 * vx) + (py2 * vy + pz2 * vz)
+                if len(m) > 3:
+                    out[r + 3, d] += (pw3 * vw + px3 * vx) + (py3 * vy + pz3 * vz)
 
 
 @_piece()
-def _mix(out, p, r, m, values, rows, n, dim, kind, later, ahead, filled):
+def _mix(out, p, r, m, values, value_scales, rows, n, dim, kind, later, ahead, filled):
     """out[r:r+m] += p[r:r+m, :n] @ values[rows[:n]]; n is a multiple of 4."""
     if dim == 64:
-        _mix_of(out, p, r, m, values, rows, n, 64, kind, later, ahead, filled)
+        _mix_of(out, p, r, m, values, value_scales, rows, n, 64, kind, later, ahead, filled)
     else:
-        _mix_of(out, p, r, m, values, rows, n, dim, kind, later, ahead, filled)
+        _mix_of(out, p, r, m, values, value_scales, rows, n, dim, kind, later, ahead, filled)
 
 # %% ../../nbs/03c_paged_cpu.ipynb #66fee9f4
 #| code-fold: true
@@ -230,13 +279,13 @@ def _convert(copy, source, scales, rows, n, kind, ahead, filled):
         x = rows[j]
         if len(kind) == _IS_INT4:
             half = source.shape[1]
-            for c in range(0, half, 16):
-                low, high = c // 32, (half + c) // 32
-                step0, least0 = _half_to_float(scales[x, 2 * low]), _half_to_float(scales[x, 2 * low + 1])
-                step1, least1 = _half_to_float(scales[x, 2 * high]), _half_to_float(scales[x, 2 * high + 1])
-                for d in range(c, c + 16):
-                    copy[j, d] = np.float32(source[x, d] & np.uint8(15)) * step0 + least0
-                    copy[j, d + half] = np.float32(source[x, d] >> np.uint8(4)) * step1 + least1
+            for d in range(half):
+                copy[j, d] = np.float32(source[x, d] & np.uint8(15))
+                copy[j, d + half] = np.float32(source[x, d] >> np.uint8(4))
+            for c in range(0, 2 * half, 32):
+                step, least = _half_to_float(scales[x, c // 16]), _half_to_float(scales[x, c // 16 + 1])
+                for d in range(c, c + 32):
+                    copy[j, d] = copy[j, d] * step + least
         else:
             for d in range(source.shape[1]):
                 copy[j, d] = _number(source[x, d], kind)
@@ -401,7 +450,7 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
     t0 = np.int64(bounds[request])
     start = np.int64(seq_lens[request]) - np.int64(bounds[request + 1]) + t0
     count = (b - a) * group
-    copied = len(kind) == _IS_INT4 or count != len(m)
+    copied = count != len(m) or (len(kind) == _IS_INT4 and (dim % 64 != 0 or value_dim % 64 != 0))
     padded = (count + 3) // 4 * 4 if copied else count
     queries, o = np.zeros((padded, dim), np.float32), np.zeros((padded, value_dim), np.float32)
     for r in range(count):
@@ -421,7 +470,7 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
         even = (n + 3) // 4 * 4
         for j in range(n, even):
             rows[j] = rows[n - 1]
-        if len(kind) != _IS_INT4 and key_scales.shape[1] + value_scales.shape[1] > 0:
+        if key_scales.shape[1] + value_scales.shape[1] > 0:
             for j in range(0, n, 8):                     # scales are read after the scores: time enough
                 _prefetch(key_scales, rows[j], 0)
                 _prefetch(value_scales, rows[j], 0)
@@ -431,9 +480,9 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
         if copied:
             _convert(copy, keys, key_scales, rows, even, kind, AHEAD, filled)
             for r in range(0, padded, 4):
-                _dots(scores, queries, r, FOUR, copy, own, even, dim, PLAIN, copy, 0)
+                _dots(scores, queries, r, FOUR, copy, key_scales, own, even, dim, PLAIN, copy, 0)
         else:
-            _dots(scores, queries, 0, m, keys, rows, even, dim, kind, values, AHEAD)
+            _dots(scores, queries, 0, m, keys, key_scales, rows, even, dim, kind, values, AHEAD)
         if len(kind) != _IS_INT4 and key_scales.shape[1] > 0:
             _scale_columns(scores, count, n, key_scales, blocks[request], low, block_size, num_kv, head, factor)
         if softcap > 0:
@@ -459,9 +508,9 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
             if not shared:
                 _convert(copy, values, value_scales, rows, even, kind, AHEAD, filled)
             for r in range(0, padded, 4):
-                _mix(o, scores, r, FOUR, copy, own, even, value_dim, PLAIN, copy, 0, 0)
+                _mix(o, scores, r, FOUR, copy, value_scales, own, even, value_dim, PLAIN, copy, 0, 0)
         else:
-            _mix(o, scores, 0, m, values, rows, even, value_dim, kind, keys, AHEAD, filled)
+            _mix(o, scores, 0, m, values, value_scales, rows, even, value_dim, kind, keys, AHEAD, filled)
     for r in range(count):
         for d in range(value_dim):
             mixed[result + r, d] = o[r, d]
