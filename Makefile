@@ -24,7 +24,7 @@ pages: env
 
 # The notebooks and the book measure and are measured, so they run alone; everything else takes all cores.
 test: env vendor browser  ## all tests but the slow ones
-	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(BOOK_TESTS:%=--ignore=%)
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist loadgroup $(BOOK_TESTS:%=--ignore=%)
 	$(PY) -m pytest $(BOOK_TESTS)
 
 test-all: export KVBOOK_TEST = all

@@ -38,7 +38,8 @@ def has_gpu() -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run quick tests first, and skip what this machine or this run cannot do."""
-    items.sort(key=lambda item: LAST.index(item.path.stem) + 1 if item.path.stem in LAST else 0)
+    items.sort(key=lambda item: LAST.index(item.path.stem) + 1 if item.path.stem in LAST else
+               -1 if item.get_closest_marker("xdist_group") else 0)     # what keeps one worker busy for long goes first
     if os.environ.get("KVBOOK_TEST") != "all":
         for item in items:
             if item.get_closest_marker("slow"):

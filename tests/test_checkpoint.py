@@ -75,17 +75,17 @@ def assert_greedy(peer, prompt, answer):
 
 
 def test_greedy_output_equals_transformers(peer, loaded):
-    """Token for token in fp32: 20 prompts of 5 kinds, 64 tokens each, alone and batched."""
+    """Token for token in fp32: prompts of 5 kinds, 64 tokens each, alone and batched; all 20 in `make test-all`."""
     model, tokenizer = loaded
-    prompts = prompts_of_five_kinds(tokenizer)
+    prompts, few = prompts_of_five_kinds(tokenizer), os.environ.get("KVBOOK_TEST") != "all"
     assert len(prompts) == 20 and [len(p) for p in prompts[16:]] == [1500] * 4
-    alone = [generate(model, [prompt], 64)[0].token_ids for prompt in prompts]
-    assert sum(map(len, alone)) > 20 * 40                            # most answers are long enough to mean something
-    for prompt, answer in zip(prompts, alone, strict=True):
-        assert_greedy(peer, prompt, answer)
-    for kind in range(5):                                            # four different lengths together
-        rows = slice(kind * 4, kind * 4 + 4)
-        assert [run.token_ids for run in generate(model, prompts[rows], 64)] == alone[rows]
+    for kind in range(5):                                            # different lengths together
+        some = prompts[kind * 4:kind * 4 + (4 if not few else 1 if kind == 4 else 2)]
+        alone = [generate(model, [prompt], 64)[0].token_ids for prompt in some]
+        assert sum(map(len, alone)) > len(some) * 20                 # long enough to mean something
+        for prompt, answer in zip(some, alone, strict=True):
+            assert_greedy(peer, prompt, answer)
+        assert [run.token_ids for run in generate(model, some, 64)] == alone
 
 
 def test_greedy_loop_of_transformers_itself(peer, loaded):

@@ -23,6 +23,7 @@ from kvbook.control.config import KV_FORMATS, CacheSpec, LayerSpec, ModelConfig
 from kvbook.control.fake import PagedText, StepRows, run_step
 from kvbook.control.paging import BlockPool
 
+pytestmark = pytest.mark.xdist_group("numba")        # each variant is compiled once, by one worker
 COUNT = 9
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20], [3, 1, 4, 1, 5]]
 
@@ -115,7 +116,7 @@ def test_every_format_composes_with_pages_chunks_and_batches(kv_dtype, make):
 
 
 @pytest.mark.parametrize(("make", "kv_dtype"), [
-    (llama, "float32"), (llama, "int8"), (llama, "int4"), (mistral, "bfloat16"), (gemma2, "int8"), (latent, "float32"),
+    (llama, "float32"), (llama, "int8"), (gemma2, "int4"), (mistral, "bfloat16"), (gemma2, "int8"), (latent, "float32"),
     (latent, "fp8_e4m3_token")])
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, 3), (4, 100), (16, 5)])
 def test_numba_reads_what_was_written(make, kv_dtype, block_size, chunk):
@@ -124,13 +125,14 @@ def test_numba_reads_what_was_written(make, kv_dtype, block_size, chunk):
     assert answers == cold(model, PROMPTS, kv_dtype)
 
 
-@pytest.mark.parametrize("kernels", [GATHER, kernels_for(torch.float32)], ids=lambda kernels: kernels.name)
-def test_the_default_model_says_the_same_from_pages_of_any_size(kernels):
+@pytest.mark.parametrize(("kernels", "block_sizes"), [(GATHER, [7]), (kernels_for(torch.float32), [1, 7, 16, 128])],
+                         ids=["gather", "numba"])
+def test_the_default_model_says_the_same_from_pages_of_any_size(kernels, block_sizes):
     model, tokenizer = load(dtype="float32")
     prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in
                ("Why do libraries ask people to be quiet?", "What is a page?", "Name three rivers in Asia.")]
     want = [run.token_ids for run in generate(model, prompts, COUNT, stop_token_ids=())]
-    for block_size in (1, 7, 16, 128):
+    for block_size in block_sizes:
         assert run_paged(model, prompts, "float32", block_size, chunk=20, kernels=kernels) == want, block_size
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import (
@@ -25,8 +26,9 @@ from kernel_cases import (
 from kvbook.compute.kv_cache import GATHER, LayerPages, kernels_for, write
 from kvbook.compute.quantization import Stored, kv_codec
 from kvbook.control.config import LayerSpec
-from kvbook.kernels.paged_cpu import _plan, paged_attention, paged_write
+from kvbook.kernels.paged_cpu import LOG2E, _cap, _plan, paged_attention, paged_write
 
+pytestmark = pytest.mark.xdist_group("numba")        # each variant is compiled once, by one worker
 ALL = os.environ.get("KVBOOK_TEST") == "all"
 GRID = pairwise(FORMATS, HEADS, HEAD_SIZES, BLOCK_SIZES, WINDOWS, SOFTCAPS, KINDS)
 
@@ -48,14 +50,25 @@ def test_absorbed_latent(name, kind):
     compare(paged_attention, name, spec, 16, loads_of(kind, 16))
 
 
-def test_values_of_another_size():
-    compare(paged_attention, "bfloat16", LayerSpec(4, 4, 96, 64, 96 ** -0.5), 8, loads_of("mixed", 8))
+@pytest.mark.parametrize("name", ["bfloat16", "int4"])
+@pytest.mark.parametrize("sizes", [(96, 64), (64, 96), (64, 128), (128, 64)])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_values_of_another_size(name, sizes, kind):
+    compare(paged_attention, name, LayerSpec(4, 1, *sizes, 0.1), 8, loads_of(kind, 8))
+
+
+@pytest.mark.parametrize("sizes", [(128, 64), (128, 128), (576, 512)])
+def test_latent_vectors_read_by_few_heads(sizes):
+    """Four bits lie in halves of the whole vector, whatever part of it is the value."""
+    compare(paged_attention, "int4", LayerSpec(4, 1, *sizes, 0.07, value_in_key=True), 16, loads_of("decode", 16))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("heads", [(9, 3), (8, 2)])
 @pytest.mark.parametrize("n", [1023, 1024, 1025, 2100])
 def test_parts_of_a_long_memory(name, heads, n):
+    if not ALL and name == "int4":
+        heads = (8, 2)
     compare(paged_attention, name, LayerSpec(*heads, 64, 64, 0.125), 16, [(1, n), (1, 3), (5, n), (1, n // 2)])
 
 
@@ -64,7 +77,7 @@ def test_parts_of_a_long_memory(name, heads, n):
 @pytest.mark.parametrize("heads", [(9, 3), (7, 1)])
 def test_trees(name, window, heads):
     wide, deep = tree([-1, 0, 0, 1, 1, 2, 2, 6]), tree([-1, *range(63)])
-    if not ALL and name == "fp8_e4m3":
+    if not ALL and name in ("fp8_e4m3", "int4"):
         heads = (7, 1)
     compare(paged_attention, name, LayerSpec(*heads, 64, 64, 0.125, window), 8,
             [(8, 30), (1, 17), (64, 600), (4, 4), (3, 9)], [wide, [-1], deep, tree([-1, -1, 0, 1]), [-1, -1, -1]])
@@ -123,8 +136,37 @@ def test_refusals():
         paged_attention(torch.randn(1, 3, 64).double(), pages, step(table, [(1, 70)]), table, spec)
     with pytest.raises(ValueError, match="65"):
         paged_attention(torch.randn(65, 3, 64), pages, step(table, [(65, 70)], torch.ones(65).long()), table, spec)
-    with pytest.raises(ValueError, match="float64"):
-        paged_write(pages, torch.randn(1, 1, 64).double(), torch.randn(1, 1, 64), torch.tensor([16]))
+    one, two = step(table, [(1, 70)]), step(table, [(2, 70)], torch.tensor([1, 1]))
+    for q, batch, message in ((torch.randn(1, 3, 32), one, "shape"), (torch.randn(2, 3, 64), one, "shape"),
+                              (torch.randn(2, 3, 64), two, "itself")):
+        with pytest.raises(ValueError, match=message):
+            paged_attention(q, pages, batch, table, spec)
+    with pytest.raises(ValueError, match="does not hold"):
+        paged_attention(torch.randn(1, 3, 32), pages, one, table, LayerSpec(3, 1, 32, 32, 0.1))
+
+
+def test_a_refused_write_changes_nothing():
+    pages, _, _ = build("bfloat16", LayerSpec(3, 1, 64, 64, 0.125), 16, [70])
+    before = [t.clone() for store in pages[:2] for t in store]
+    row, slot = torch.randn(1, 1, 64), torch.tensor([16])
+    beyond = torch.tensor([pages.keys.payload.shape[0] * 16])
+    for k, v, slots, message in ((row.double(), row, slot, "float64"), (row, row.double(), slot, "float64"),
+                                 (row, row, beyond, "below"), (row, row, torch.tensor([16, 17]), "one a row"),
+                                 (row, torch.randn(2, 1, 64), slot, "2 rows for 1"),
+                                 (torch.randn(1, 1, 65), row, slot, "65"),
+                                 (row, torch.randn(1, 2, 64), slot, "2 heads")):
+        with pytest.raises(ValueError, match=message):
+            paged_write(pages, k, v, slots)
+    assert all(same_bytes(*pair) for pair in zip(before, [t for store in pages[:2] for t in store], strict=True))
+
+
+@pytest.mark.parametrize("softcap", [1.0, 50.0, 5e4])
+def test_soft_caps_are_as_exact_near_zero_as_far_away(softcap):
+    x = torch.cat([torch.logspace(-6, 1.5, 400), -torch.logspace(-6, 1.5, 400)]) * softcap
+    mine = x.numpy().copy()
+    _cap(mine, len(mine), np.float32(softcap))
+    want = softcap * torch.tanh(x.double() / softcap) * LOG2E
+    torch.testing.assert_close(torch.from_numpy(mine).double(), want, rtol=1e-6, atol=0)
 
 
 def test_what_the_kernels_lack_is_gathered():

@@ -100,7 +100,7 @@ def _fp8(x, kind):                   # e5m2 is the upper half of a float16; e4m3
 
 @njit(fastmath={"contract"}, forceinline=True)      # (x + big) - big must stay what it says
 def _exp2(x):
-    """2 ** x for x <= 0, within 2 units of the last place; below -126 zero; not-a-number stays."""
+    """2 ** x for x <= 0, within 3 units of the last place; below -126 zero; not-a-number stays."""
     least, big = np.float32(-126), np.float32(12_582_912)           # 1.5 * 2**23: adding it rounds to an integer
     clipped = least if x < least else x
     shifted = clipped + big
@@ -320,25 +320,6 @@ def _hide(scores, r, n, first, row, start, positions, trees, t, window):
 
 
 @_piece()
-def _leave_out_unseen(scores, rows, num_rows, n, copy, copied):
-    """Let keys that no row sees (branches of other rows) stand for one that is seen; False if none is."""
-    some, never = -1, np.float32(-np.inf)
-    for j in range(n):
-        for r in range(num_rows):
-            if scores[r, j] != never:
-                some = j
-    for j in range(n):
-        unseen = some >= 0
-        for r in range(num_rows):
-            unseen = unseen and scores[r, j] == never
-        if unseen:
-            rows[j] = rows[some]
-            if copied:
-                copy[j, :] = np.float32(0)
-    return some >= 0
-
-
-@_piece()
 def _weights(scores, n, largest, total):
     """Scores become 2 ** (score - new maximum); returns that maximum, the new sum and what the old one shrank by."""
     new = _largest(scores, n, largest)
@@ -357,8 +338,9 @@ def _cap(scores, n, softcap):
     """softcap * tanh(score / softcap), in units of base 2."""
     for j in range(n):
         x = scores[j] / softcap
-        small = _exp2(np.float32(-2 * LOG2E) * abs(x))
-        y = (np.float32(1) - small) / (np.float32(1) + small)
+        small, square = _exp2(np.float32(-2 * LOG2E) * abs(x)), x * x
+        near_zero = ((np.float32(-17 / 315) * square + np.float32(2 / 15)) * square - np.float32(1 / 3)) * square * abs(x)
+        y = abs(x) + near_zero if square < np.float32(0.0625) else (np.float32(1) - small) / (np.float32(1) + small)
         scores[j] = softcap * np.float32(LOG2E) * (-y if x < 0 else y)
 
 
@@ -406,7 +388,7 @@ def _plan(bounds, seq_lens, trees, window, group, num_kv, num_workers):
             positions[t0 + new] = start + new
             if len(trees) > 0 and trees[t0 + new] != -1:
                 planted, depth = True, -1
-                for bit in range(64):
+                for bit in range(min(64, count)):
                     depth += (trees[t0 + new] >> bit) & 1
                 positions[t0 + new] = start + depth
         for a in range(0, count, step):
@@ -450,7 +432,9 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
     t0 = np.int64(bounds[request])
     start = np.int64(seq_lens[request]) - np.int64(bounds[request + 1]) + t0
     count = (b - a) * group
-    copied = count != len(m) or (len(kind) == _IS_INT4 and (dim % 64 != 0 or value_dim % 64 != 0))
+    copied = count != len(m)
+    if len(kind) == _IS_INT4:                            # halves of whole groups, and of the vector that is read
+        copied = copied or dim % 64 != 0 or value_dim % 64 != 0 or (shared and value_dim != dim)
     padded = (count + 3) // 4 * 4 if copied else count
     queries, o = np.zeros((padded, dim), np.float32), np.zeros((padded, value_dim), np.float32)
     for r in range(count):
@@ -462,7 +446,7 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
     most = COPIED if copied else KEYS
     scores = np.empty((padded, most), np.float32)
     rows, own = np.zeros(most + AHEAD, np.int64), np.arange(most if copied else 0)
-    copy = np.empty((most if copied else 0, dim), np.float32)
+    copy = np.empty((most if copied else 0, max(dim, value_dim)), np.float32)
     factor = np.empty(most, np.float32)
     for low in range(first, last, most):
         n, filled = min(most, last - low), min(most + AHEAD, last - low)
@@ -493,8 +477,6 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
             for r in range(count):
                 new = a + r // group
                 _hide(scores, r, n, low, new, start, positions, trees, t0 + new, window)
-        if planted and not _leave_out_unseen(scores, rows, count, n, copy, copied):
-            continue
         for r in range(count):
             new_largest, new_total, shrink = _weights(scores[r], n, largest[result + r], total[result + r])
             largest[result + r], total[result + r] = new_largest, new_total
@@ -584,7 +566,8 @@ def _factor(codec, num_kv: int, dim: int, number: float) -> np.ndarray:
     if scale is None:
         return _constant(num_kv, dim, number)
     scale = torch.as_tensor(scale, dtype=torch.float32)
-    return (torch.broadcast_to(scale[..., :dim] if scale.dim() else scale, (num_kv, dim)) * number).numpy()
+    scale = scale[..., :dim] if scale.dim() else scale
+    return (torch.broadcast_to(scale.detach(), (num_kv, dim)) * number).contiguous().numpy()
 
 
 def _num_threads() -> int:
@@ -609,9 +592,12 @@ def paged_attention(q: Tensor, pages, batch, table: Tensor, spec: LayerSpec) -> 
         [T, num_heads, value_dim] in the dtype of `q`; a row that sees nothing gives zeros.
 
     Raises:
-        ValueError: for tensors that are not on the CPU, float64 queries, or a tree of more than 64 rows.
+        ValueError: for tensors that are not on the CPU, float64 queries, shapes that do not fit each other, or a tree
+            of more than 64 rows, or with a row that does not see itself.
+
+    Values are summed before they are divided: what is above the largest float32 over the number of tokens overflows.
     """
-    _check(q, batch)
+    _check(q, batch, spec, pages)
     num_kv, block_size = pages.keys.payload.shape[1:3]
     keys, key_scales = _rows(pages.keys)
     shared = pages.values is None
@@ -620,7 +606,7 @@ def paged_attention(q: Tensor, pages, batch, table: Tensor, spec: LayerSpec) -> 
     value_factor = _factor(pages.key_codec if shared else pages.value_codec, num_kv, spec.value_dim, 1.0)
     bounds, seq_lens = batch.cu_seqlens_q.numpy(), batch.seq_lens.numpy()
     trees = _NO_TREE if batch.tree_mask is None else batch.tree_mask.contiguous().numpy()
-    window, group = spec.window or 1 << 40, q.shape[1] // num_kv
+    window, group = 1 << 40 if spec.window is None else spec.window, q.shape[1] // num_kv
     positions, items, parts, begins, num_rows = _plan(bounds, seq_lens, trees, window, group, num_kv, _num_threads())
     largest, total = np.full(num_rows, -np.inf, np.float32), np.zeros(num_rows, np.float32)
     mixed, out = np.empty((num_rows, spec.value_dim), np.float32), torch.empty(len(q), q.shape[1], spec.value_dim)
@@ -637,13 +623,29 @@ def _check_input(name, x):
                          f"{x.device}")
 
 
-def _check(q, batch):
+def _check(q, batch, spec, pages):
     _check_input("q", q)
-    if batch.tree_mask is not None:
-        bounds = batch.cu_seqlens_q.tolist()
-        for a, b in itertools.pairwise(bounds):
-            if b - a > 64 and bool((batch.tree_mask[a:b] != -1).any()):
-                raise ValueError(f"a tree of {b - a} rows is too large; at most 64 rows can be masked")
+    bounds = batch.cu_seqlens_q.tolist()
+    if q.shape != (bounds[-1], spec.num_heads, spec.head_dim):
+        raise ValueError(f"q: shape {tuple(q.shape)}; the batch and the layer ask for "
+                         f"{(bounds[-1], spec.num_heads, spec.head_dim)}")
+    _check_width("pages.keys", pages.keys, pages.key_codec, spec.num_kv_heads, spec.head_dim)
+    if pages.values is not None:
+        _check_width("pages.values", pages.values, pages.value_codec, spec.num_kv_heads, spec.value_dim)
+    for a, b in itertools.pairwise(bounds if batch.tree_mask is not None else ()):
+        masks = batch.tree_mask[a:b]
+        if b - a > 64 and bool((masks != -1).any()):
+            raise ValueError(f"a tree of {b - a} rows is too large; at most 64 rows can be masked")
+        if not bool(((masks >> torch.arange(b - a).clamp(max=63)) & 1).all()):
+            raise ValueError("tree_mask: a row must see itself (its own bit must be set)")
+
+
+def _check_width(name, stored, codec, num_kv, dim):
+    """Refuse vectors that pages of this width cannot hold."""
+    payload = stored.payload
+    if payload.shape[1] != num_kv or payload.shape[-1] * payload.itemsize * 8 != dim * codec.format.bits:
+        raise ValueError(f"{name}: payload {tuple(payload.shape)} does not hold {num_kv} heads of {dim} in "
+                         f"{codec.format.name}")
 
 # %% ../../nbs/03c_paged_cpu.ipynb #43f749d3
 #| code-fold: true
@@ -772,12 +774,21 @@ def paged_write(pages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
         slots: int64 [T], block * block_size + offset; -1 writes nothing.
 
     Raises:
-        ValueError: for tensors that are not on the CPU, or float64.
+        ValueError: for tensors that are not on the CPU, float64, a shape that does not fit the pages, or a slot that
+            is not there; nothing is written then.
     """
-    for x, stored, codec in ((k, pages.keys, pages.key_codec), (v, pages.values, pages.value_codec)):
-        if stored is None:
-            continue
-        _check_input("k or v", x)
+    num_slots = pages.keys.payload.shape[0] * pages.keys.payload.shape[2]
+    if len(slots) != len(k) or (len(slots) and int(slots.max()) >= num_slots):
+        raise ValueError(f"slots: {len(slots)} for {len(k)} rows, up to {int(slots.max()) if len(slots) else -1}; "
+                         f"accepted: one a row, below {num_slots}")
+    new = [("k", k, pages.keys, pages.key_codec), ("v", v, pages.values, pages.value_codec)]
+    new = [entry for entry in new if entry[2] is not None]
+    for name, x, stored, codec in new:
+        _check_input(name, x)
+        _check_width(name, stored, codec, *x.shape[1:])
+        if len(x) != len(slots):
+            raise ValueError(f"{name}: {len(x)} rows for {len(slots)} slots")
+    for _, x, stored, codec in new:
         payload, scales = _rows(stored)
         if len(scales) != len(payload):
             scales = np.empty((len(payload), 0), np.int16)
