@@ -25,7 +25,7 @@ from kvbook.lab.hardware import interleaved_seconds
 from kvbook.lab.recorded import describe_hardware, hardware_line
 
 SPEC = LayerSpec(num_heads=9, num_kv_heads=3, head_dim=64, value_dim=64, scale=64**-0.5)
-REPEATS = 9
+REPEATS = 11
 BYTES_IN_TURN = 256 * 2**20
 """Pages of all layers together; several times what a cache of this class of machines holds."""
 
@@ -80,7 +80,7 @@ def measured(runs: Mapping[str, Layers | Callable], kernels: Mapping[str, Callab
     """Time runs in turns, with a long read between them.
 
     Returns:
-        for each, seconds of one layer and the share of the read bandwidth.
+        for each, median seconds of one layer, the share of the read bandwidth, and the samples of both.
     """
     long = torch.ones(BYTES_IN_TURN // 4)
     kernels = kernels or {}
@@ -88,8 +88,8 @@ def measured(runs: Mapping[str, Layers | Callable], kernels: Mapping[str, Callab
     seconds = interleaved_seconds({"read": long.sum, **calls}, REPEATS)
     bandwidth = BYTES_IN_TURN / statistics.median(seconds["read"])
     one = {name: layers.seconds_of_one(seconds[name]) for name, layers in runs.items()}
-    return {name: {"seconds": one[name], "share": layers.bytes_per_layer / one[name] / bandwidth}
-            for name, layers in runs.items()}
+    return {name: {"seconds": one[name], "share": layers.bytes_per_layer / one[name] / bandwidth,
+                   "samples": {"read": seconds["read"], "layers": seconds[name]}} for name, layers in runs.items()}
 
 
 def goal() -> dict[str, dict]:
