@@ -181,7 +181,7 @@ function render({ model, el }) {
       const number = entries().indexOf(event.target.closest(".kvf-entry"));
       if (number >= 0) point(number);
     },
-    onpointerleave: () => point(-1) }, paging, arrows);
+    onpointerleave: event => event.pointerType !== "touch" && point(-1) }, paging, arrows);
   begin(model, el).append(element("div", { class: "kvf-steps" }, previous, player, next, slider), said, spoken, place, hint);
   const observer = new ResizeObserver(drawArrows);
   observer.observe(place);
