@@ -36,18 +36,16 @@ hello: env  ## stream an answer of the default model and say what it kept in mem
 serve: pages  ## serve the built book on this machine and print its address
 	@$(VENV)/bin/kvbook book
 
-gpu: env vendor  ## the tests and notebook cells that need a GPU
+gpu: env vendor  ## the tests and notebook cells that need a GPU; the kernels' table comes last
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  { $(PY) -m pytest -m gpu || test $$? = 5; } && KVBOOK_RUN=gpu $(PY) book/_ext/execute.py; \
+	  { $(PY) -m pytest -m gpu || test $$? = 5; } && KVBOOK_RUN=gpu $(PY) book/_ext/execute.py && \
+	  $(PY) benchmarks/gpu_kernels.py --recorded gpu_kernels; \
 	else \
 	  echo "torch finds no GPU here: there is nothing to do."; \
 	fi
 
-bench: env  ## measure the peers side by side
-	@set -e; found=; for file in benchmarks/*.py; do \
-	  if [ -e "$$file" ]; then found=1; echo "$$file"; $(PY) "$$file"; fi; \
-	done; \
-	[ -n "$$found" ] || echo "benchmarks/ holds no benchmark yet."
+bench: env  ## measure the kernels on this machine, beside what could be used instead
+	@set -e; for file in benchmarks/paged_attention.py benchmarks/gpu_kernels.py; do echo "$$file"; $(PY) "$$file"; done
 
 clean:  ## remove what was built (the environment stays)
 	rm -rf _build book/_static/vendor .pytest_cache .ruff_cache .hypothesis .import_linter_cache

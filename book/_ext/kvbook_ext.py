@@ -169,7 +169,7 @@ class TritonDocumenter(FunctionDocumenter):
 
 def keep_kernels(app, what, name, obj, skip, options) -> bool | None:
     """Keep documented kernels, whose wrapper has no docstring that autodoc would see."""
-    if TritonDocumenter.can_document_member(obj, name, False, None) and obj.fn.__doc__:
+    if not name.startswith("_") and TritonDocumenter.can_document_member(obj, name, False, None) and obj.fn.__doc__:
         return False
     return None
 

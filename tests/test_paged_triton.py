@@ -1,0 +1,461 @@
+"""The Triton kernels against the reference over gathered, decoded rows, and against the codecs' bytes.
+
+Without a GPU they are interpreted, for which TRITON_INTERPRET must be set before Triton is first imported. The
+interpreter gets bfloat16 products wrong: queries are float32 or float16 there. Where a GPU is, everything here runs on
+it, and is what `make gpu` runs. What the compiler makes of the kernels is read in a process of its own.
+"""
+# ruff: noqa: E402
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton", reason="Triton is not installed (it has wheels for Linux only)")
+
+from kernel_cases import (
+    FORMATS,
+    HEAD_SIZES,
+    HEADS,
+    SOFTCAPS,
+    WINDOWS,
+    build,
+    fixed_scale,
+    loads_of,
+    pairwise,
+    poisoned,
+    step,
+    tree,
+)
+from kernel_cases import compare as compare_on_cpu
+
+from kvbook.compute.attention import attend
+from kvbook.compute.kv_cache import LayerPages, write
+from kvbook.compute.model import Batch
+from kvbook.compute.quantization import Stored, kv_codec
+from kvbook.control.config import LayerSpec
+from kvbook.kernels import paged_triton
+from kvbook.kernels.paged_triton import CHIPS, PARTS, chip_of, decode, part_of, plan, variant
+
+pytestmark = [pytest.mark.xdist_group("triton"), *([pytest.mark.gpu] if GPU else []),
+              pytest.mark.filterwarnings("ignore::RuntimeWarning")]              # NumPy's, of masked elements
+ROOT, DEVICE = Path(__file__).resolve().parents[1], "cuda" if GPU else "cpu"
+ALL = os.environ.get("KVBOOK_TEST") == "all"
+BLOCK_SIZES, KINDS, DTYPES = [1, 7, 16, 32, 128, 256], ["decode", "prefill", "mixed"], [torch.float32, torch.float16]
+GRID = pairwise(FORMATS, HEADS, HEAD_SIZES, BLOCK_SIZES, WINDOWS, SOFTCAPS, KINDS, DTYPES)
+if ALL:                                       # 129,600 cases would take nine hours: every eightieth or so, at random
+    GRID = random.Random(0).sample(GRID, 1600)
+
+
+def on(x, device=DEVICE):
+    """The same on a device: a tensor, or pages, a batch, a list with tensors in them."""
+    if torch.is_tensor(x):
+        return x.to(device)
+    if isinstance(x, LayerPages):
+        return x._replace(keys=on(x.keys, device), values=on(x.values, device))
+    if isinstance(x, Stored):
+        return Stored(*(on(t, device) for t in x))
+    return Batch(*(on(getattr(x, name), device) for name in x.__dataclass_fields__)) if isinstance(x, Batch) else x
+
+
+def paged_attention(*arguments):
+    """The kernel, where the kernels run; the result on the CPU."""
+    return paged_triton.paged_attention(*map(on, arguments)).cpu()
+
+
+def paged_write(pages, k, v, slots):
+    """The kernel, where the kernels run; what it wrote on the CPU."""
+    there = on(pages)
+    paged_triton.paged_write(there, *map(on, (k, v, slots)))
+    for mine, its in zip(pages[:2], there[:2], strict=True):
+        for a, b in zip(mine or (), its or (), strict=True):
+            a.copy_(b)
+
+
+def copy_blocks(tensors, pairs):
+    """The kernel, where the kernels run; what it copied on the CPU."""
+    there = [on(t) for t in tensors]
+    paged_triton.copy_blocks(there, pairs)
+    for a, b in zip(tensors, there, strict=True):
+        a.copy_(b)
+
+
+compare = functools.partial(compare_on_cpu, paged_attention)
+
+
+def test_the_kernels_run_where_they_should():
+    """Triton was imported first by somebody else, without the variable, if this fails on a machine without a GPU."""
+    assert (type(paged_triton.attend_kernel).__name__ == "InterpretedFunction") != GPU
+
+
+def loads(kind, block_size):
+    """Requests around a page's edges; few rows unless all is asked for, since an interpreted program takes 10 ms."""
+    if ALL:
+        return loads_of(kind, block_size)
+    if kind == "decode":
+        return [(1, 1), (1, block_size), (1, 2 * block_size + 3)]
+    if kind == "prefill":
+        return [(3, 3), (min(9, block_size + 1),) * 2, (5, block_size + 5)]
+    return [(1, block_size + 1), (min(4, block_size), block_size), (3, 2 * block_size + 3)]
+
+
+@pytest.mark.parametrize(("name", "heads", "head_dim", "block_size", "window", "softcap", "kind", "dtype"), GRID)
+def test_grid(name, heads, head_dim, block_size, window, softcap, kind, dtype):
+    if name == "int4" and head_dim % 32:
+        head_dim = 96
+    compare(name, LayerSpec(*heads, head_dim, head_dim, head_dim ** -0.5, window, softcap), block_size,
+            loads(kind, block_size), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS if ALL else ["bfloat16", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize(("heads", "kind"), [(16, "mixed"), (128, "decode")])
+def test_absorbed_latent(name, heads, kind):
+    spec = LayerSpec(heads, 1, 576, 512, 192 ** -0.5, value_in_key=True)
+    compare(name, spec, 16, [(1, 40), (2, 17)] if kind == "mixed" else [(1, 17)])
+
+
+def test_vectors_of_other_sizes():
+    compare("bfloat16", LayerSpec(4, 4, 96, 64, 96 ** -0.5), 8, loads_of("mixed", 8))
+    compare("int8", LayerSpec(16, 1, 64, 32, 0.125, value_in_key=True), 8, loads_of("mixed", 8))
+
+
+@pytest.mark.parametrize(("name", "heads", "n"), pairwise(["bfloat16", "int8", "int4"], [(9, 3), (4, 1)],
+                                                          [511, 513, 1100]))
+def test_parts_of_a_long_memory(name, heads, n):
+    compare(name, LayerSpec(*heads, 64, 64, 0.125), 16, [(1, n), (1, 3), (5, n)])
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_parts_of_chunks_and_windows(window):
+    compare("bfloat16", LayerSpec(6, 1, 64, 64, 0.125, window), 16, [(1, 1100), (12, 1100), (45, 45)])
+
+
+def test_parts_grow_with_very_long_memories(monkeypatch):
+    monkeypatch.setattr("kvbook.kernels.paged_triton.PARTS", 2)                   # two parts of 1,024 keys
+    compare("bfloat16", LayerSpec(2, 1, 64, 64, 0.125), 64, [(1, 1700), (1, 5)])
+
+
+@pytest.mark.parametrize(("name", "window", "heads"), pairwise(["float32", "fp8_e4m3", "int8", "int4"], [None, 3, 20],
+                                                               [(9, 3), (7, 1)]))
+def test_trees(name, window, heads):
+    wide, deep = tree([-1, 0, 0, 1, 1, 2, 2, 6]), tree([-1, *range(63)])
+    compare(name, LayerSpec(*heads, 64, 64, 0.125, window), 8,
+            [(8, 30), (1, 17), (64, 600 if ALL else 90), (4, 4), (3, 9)],
+            [wide, [-1], deep, tree([-1, -1, 0, 1]), [-1, -1, -1]])
+
+
+def test_long_trees_in_parts_and_latents():
+    wide = tree([-1, 0, 0, 1, 1, 2, 2, 6])
+    compare("bfloat16", LayerSpec(4, 1, 64, 64, 0.125), 16, [(8, 1100)], [wide])
+    compare("bfloat16", LayerSpec(4, 1, 576, 512, 0.07, value_in_key=True), 16, [(8, 20)], [wide])
+
+
+def test_a_broken_branch_breaks_no_other_tile():
+    """A new row that is not a number, on a branch that no row of another tile sees."""
+    spec, masks = LayerSpec(16, 1, 64, 64, 0.125), tree([-1, 0, 0, 0, 0, 1, 1, 1])
+    pages, table, _ = build("float32", spec, 16, [24])
+    pages.values.payload[table[0, 1], :, 4] = torch.nan                              # key 20: new row 4
+    out = paged_attention(torch.randn(8, 16, 64), pages, step(table, [(8, 24)], torch.tensor(masks)), table, spec)
+    assert out[:4].isfinite().all() and out[4].isnan().all()                         # rows 4 to 7 are the other tile
+
+
+def test_batch_mates_change_no_bit():
+    spec, lengths = LayerSpec(9, 3, 64, 64, 0.125), [1100, 40, 600]
+    pages, table, _ = build("bfloat16", spec, 16, lengths)
+    q = torch.randn(3, 9, 64)
+    whole = paged_attention(q, pages, step(table, [(1, n) for n in lengths]), table, spec)
+    for r, n in enumerate(lengths):
+        mine = table[r:r + 1]
+        assert torch.equal(paged_attention(q[r:r + 1], pages, step(mine, [(1, n)]), mine, spec)[0], whole[r])
+
+
+def test_captured_launches_have_room_to_spare(monkeypatch):
+    """Where a graph is captured nothing is known on the host: the largest possible numbers are launched."""
+    monkeypatch.setattr("kvbook.kernels.paged_triton._capturing", lambda device: True)
+    for window in (None, 600):
+        spec, loads = LayerSpec(4, 1, 64, 64, 0.125, window), [(1, 1100), (3, 1000), (1, 2), (20, 20)]
+        compare("bfloat16", spec, 32, loads)
+        _, made = items_of(loads, spec, window)
+        true, most = made.totals.tolist(), made.sizes
+        assert all(a <= b for a, b in zip(true, most, strict=True)) and true != list(most)
+
+
+def items_of(loads, spec, window=None):
+    """Items (request, tokens, first row, first key, last key) of a batch, single and chunked, and its plan."""
+    width = max(n for _, n in loads)
+    table = torch.zeros(len(loads), -(-width // 16), dtype=torch.int32, device=DEVICE)
+    rows = sum(new for new, _ in loads)
+    form = variant(CHIPS["sm_90"], spec, "bfloat16", torch.bfloat16, 16, False)
+    made = plan(on(step(table, loads)), rows, table, 16, window, form.step, part_of(spec), form.limit)
+    items = torch.cat([made.single[:made.sizes[0]], made.chunked[:made.sizes[1]]])
+    return items[:, [0, 1, 3, 4, 5]].tolist(), made
+
+
+def test_one_long_request_is_shared_out():
+    """One 32k request beside 63 short ones: no item reads more than 1,024 keys, and all keys are read once."""
+    items, made = items_of([(1, 32_768)] + [(1, 500)] * 63, LayerSpec(32, 8, 128, 128, 0.1))
+    assert max(last - first for *_, first, last in items) == 32_768 // PARTS
+    assert sum(last - first for *_, first, last in items) == 32_768 + 63 * 500
+    assert made.sizes == (PARTS + 63, 0, PARTS, 1)
+
+
+def test_a_chunk_is_split_until_it_fills_the_chip():
+    spec = LayerSpec(32, 8, 128, 128, 0.1)                                           # 32 new rows and 8 heads a tile
+    for new, most in ((5, 32), (64, 16), (256, 4), (2048, 1)):
+        items, _ = items_of([(new, 32_768)], spec)
+        assert len(items) <= max(32, -(-new // 32)) and len({first for *_, first, _ in items}) == most
+
+
+def test_plan_covers_every_row_and_key_once(monkeypatch):
+    monkeypatch.setattr("kvbook.kernels.paged_triton.REQUESTS", 4)
+    spec, loads = LayerSpec(9, 3, 64, 64, 0.1), [(1, 1), (1, 5000), (7, 3000), (300, 4000), (2, 2),
+                                                (300, 300), (1, 900)]
+    for window in (None, 1, 100, 3000):
+        items, made = items_of(loads, spec, window)
+        seen = {}
+        for request, tokens, row, first, last in items:
+            for r in range(row, row + tokens):
+                seen[request, r] = seen.get((request, r), 0) + max(0, last - first)
+        for request, (new, n) in enumerate(loads):
+            for r in range(new):
+                last = n - new + r + 1
+                tile = r // 42 * 42                                                  # its window begins with its tile
+                assert seen[request, r] == min(n, last - r + min(new, tile + 42) - 1) - max(
+                    0, n - new + tile - (window or n) + 1)
+        assert made.sizes[2] == sum(t * p for _, _, t, p in _of_each_request(made))
+
+
+def _of_each_request(made):
+    """First merge of each request that is in parts."""
+    merges = made.merges[:made.sizes[3]].tolist()
+    return [m for i, m in enumerate(merges) if i == 0 or m[1] - merges[i - 1][1] != 1 or m[2:] != merges[i - 1][2:]]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8_e4m3", "fp8_e5m2_token", "int8", "int8_static", "int4"])
+def test_a_broken_row_breaks_its_request_only(name):
+    spec = LayerSpec(4, 1, 64, 64, 0.125)
+    pages, table, _ = build(name, spec, 16, [40, 40])
+    bad = pages.value_codec.encode(torch.full((1, 64), torch.nan))
+    pages.values.payload[table[0, 1], :, 3], pages.values.scales[table[0, 1], :, 3] = bad
+    out = paged_attention(torch.randn(2, 4, 64), pages, step(table, [(1, 40), (1, 40)]), table, spec)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_refusals():
+    spec = LayerSpec(3, 1, 64, 64, 0.125)
+    pages, table, _ = build("bfloat16", spec, 16, [70])
+    with pytest.raises(ValueError, match="float64"):
+        paged_attention(torch.randn(1, 3, 64).double(), pages, step(table, [(1, 70)]), table, spec)
+    with pytest.raises(ValueError, match="65"):
+        paged_attention(torch.randn(65, 3, 64), pages, step(table, [(65, 70)], torch.ones(65).long()), table, spec)
+    with pytest.raises(ValueError, match="float64"):
+        paged_write(pages, torch.randn(1, 1, 64).double(), torch.randn(1, 1, 64), torch.tensor([16]))
+    with pytest.raises(ValueError, match="72"):
+        variant(chip_of(torch.device("cpu")), LayerSpec(3, 1, 72, 72, 0.1), "bfloat16", torch.float32, 16, True)
+
+
+def test_the_teaching_form():
+    spec, lengths = LayerSpec(6, 2, 64, 64, 0.125), [5, 40, 16]
+    pages, table, memories = build("float32", spec, 16, lengths)
+    q = torch.randn(3, 6, 64)
+    tensors = q, pages.keys.payload, pages.values.payload, table, torch.tensor(lengths).int()
+    got = decode(*map(on, tensors), spec.scale).cpu()
+    torch.testing.assert_close(got, torch.cat([attend(q[i:i + 1], *m, spec) for i, m in enumerate(memories)]))
+
+
+HARD = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 6e-8, 1e-7, 2.0 ** -9, 2.0 ** -10, 1.5 * 2.0 ** -10, 2.0 ** -16,
+                     3 * 2.0 ** -18, 0.0625, 1.0, 1.0625, 1.1875, -1.1875, 2.5, 3.5, 0.5, 447.9, 448.0, 464.0, 465.0,
+                     57344.0, 61440.0, 65504.0, 65520.0, 1e6, -1e30, 3.4e38, -3.4e38, 1e-39])
+
+
+def hard_vectors(num_kv, dim):
+    """Ordinary, tiny, huge, awkward, equal, broken: [T, num_kv, dim]."""
+    draw = torch.Generator().manual_seed(1)
+    awkward = HARD.repeat(-(-dim // 32))[torch.stack([torch.randperm(dim, generator=draw) for _ in range(20 * num_kv)])]
+    odd = torch.randn(3, num_kv, dim, generator=draw)
+    odd[0, :, 5], odd[1, :, 40], odd[2, :, 63] = torch.inf, torch.nan, -torch.inf
+    return torch.cat([torch.randn(40, num_kv, dim, generator=draw) * 3,
+                      torch.randn(40, num_kv, dim, generator=draw) * torch.logspace(-12, 12, 40)[:, None, None],
+                      awkward.view(20, num_kv, dim), torch.zeros(1, num_kv, dim), -torch.zeros(1, num_kv, dim),
+                      torch.full((1, num_kv, dim), 5.0), torch.full((1, num_kv, dim), torch.nan),
+                      torch.arange(num_kv * dim).view(1, num_kv, dim).float() / 2, odd])
+
+
+def same_bytes(mine, its):
+    """Equal bytes, except that which of the many NaNs it is is nobody's business."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[mine.element_size()]
+    same = mine.view(bits) == its.view(bits)
+    return bool((same | mine.isnan() & its.isnan() if mine.dtype.is_floating_point else same).all())
+
+
+@pytest.mark.parametrize(("name", "dtype", "scale", "dim"), pairwise(
+    FORMATS, [torch.float32, torch.bfloat16, torch.float16], ["none", "channels", "number"], [64, 96]))
+def test_write_stores_the_bytes_of_encode(name, dtype, scale, dim):
+    num_kv, block_size = 3, 16
+    k = hard_vectors(num_kv, dim).to(dtype)
+    fixed = [{"none": 0.05 if name == "int8_static" else None, "channels": fixed_scale(name, num_kv, dim, i),
+              "number": None if fixed_scale(name, 1, 1, 0) is None else 0.7}[scale] for i in range(2)]
+    codecs = [kv_codec(name, one) for one in fixed]
+    num_blocks = -(-len(k) // block_size) + 2
+    stores = [poisoned(codec, (num_blocks + 1, num_kv, block_size), dim) for codec in codecs]
+    twin = LayerPages(*(Stored(*(t.clone() for t in store)) for store in stores), *codecs)
+    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(2))[:len(k)] + block_size
+    slots[::7] = -1
+    paged_write(LayerPages(*stores, *codecs), k, k.flip(0), slots)
+    write(twin, k, k.flip(0), slots)
+    for store, want in zip(stores, twin[:2], strict=True):
+        assert all(same_bytes(*pair) for pair in zip(store, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4"])
+def test_write_without_values_and_from_a_view(name):
+    codec = kv_codec(name)
+    store, twin = (poisoned(codec, (4, 1, 8), 576) for _ in range(2))
+    k = torch.randn(5, 1, 600)[..., :576]
+    assert not k.is_contiguous()
+    paged_write(LayerPages(store, None, codec, codec), k, None, torch.arange(8, 13))
+    write(LayerPages(twin, None, codec, codec), k, None, torch.arange(8, 13))
+    assert all(same_bytes(*pair) for pair in zip(store, twin, strict=True))
+
+
+def test_blocks_are_copied_in_order():
+    tensors = [torch.randn(9, 2, 3, 40), torch.randn(9, 5).half(), torch.randint(0, 255, (9, 3), dtype=torch.uint8),
+               torch.empty(9, 2, 0)]
+    want = [t.clone() for t in tensors]
+    pairs = [(1, 2), (2, 3), (8, 2), (0, 1), (3, 8)]
+    for t in want:
+        for source, target in pairs:
+            t[target] = t[source]
+    copy_blocks(tensors, pairs)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+    copy_blocks(tensors, [])
+
+
+def test_offsets_beyond_32_bits():
+    """Pages whose bytes lie behind 2**31 are written, copied and read like others; most of the pool is untouched."""
+    spec, codec, block_size = LayerSpec(4, 1, 64, 64, 0.125), kv_codec("int8"), 16
+    num_pages = 2**31 // (block_size * 64) + 8
+    stores = [Stored(torch.empty(num_pages, 1, block_size, 64, dtype=torch.int8),
+                     torch.empty(num_pages, 1, block_size, 1, dtype=torch.float16)) for _ in range(2)]
+    far = LayerPages(*stores, codec, codec)
+    near = LayerPages(*(codec.empty((8, 1, block_size), 64) for _ in "kv"), codec, codec)
+    rows, q, out = torch.randn(2, 40, 1, 64), torch.randn(1, 4, 64), []
+    for pages, last in ((far, num_pages - 1), (near, 7)):
+        table = torch.tensor([[last, last - 2, last - 1]], dtype=torch.int32)
+        at = torch.arange(40)
+        paged_write(pages, *rows, table[0].long()[at // block_size] * block_size + at % block_size)
+        out.append(paged_attention(q, pages, step(table, [(1, 40)]), table, spec))
+        copy_blocks([t for store in pages[:2] for t in store], [(last, last - 4)])
+        table[0, 0] = last - 4
+        out.append(paged_attention(q, pages, step(table, [(1, 40)]), table, spec))
+    assert all(torch.equal(out[0], other) for other in out[1:])
+    assert (num_pages - 1) * block_size * 64 >= 2**31
+
+
+# On a GPU: what the interpreter cannot do
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "heads", "head_dim", "block_size", "window", "kind"), pairwise(
+    FORMATS, [(32, 8), (9, 3), (16, 1), (4, 4)], HEAD_SIZES, [1, 16, 128], [None, 40], ["decode", "prefill", "mixed"]))
+def test_bfloat16_queries(name, heads, head_dim, block_size, window, kind):
+    if name == "int4" and head_dim % 32:
+        head_dim = 96
+    compare(name, LayerSpec(*heads, head_dim, head_dim, head_dim ** -0.5, window), block_size,
+            loads_of(kind, block_size), dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_bfloat16_latents_and_long_memories(name, kind):
+    latent = LayerSpec(128, 1, 576, 512, 192 ** -0.5, value_in_key=True)
+    compare(name, latent, 16, loads_of(kind, 16), dtype=torch.bfloat16)
+    compare(name, LayerSpec(32, 8, 128, 128, 0.1), 16, [(1, 5000), (1, 3), (300, 2000)], dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_sees_the_new_numbers():
+    spec = LayerSpec(32, 8, 128, 128, 0.1)
+    pages, table, _ = build("bfloat16", spec, 16, [1100, 900])
+    q, there, table = on(torch.randn(2, 32, 128).bfloat16()), on(pages), on(table)
+    batch = on(step(table.cpu(), [(1, 700), (1, 20)]))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        paged_triton.paged_attention(q, there, on(step(table.cpu(), [(1, 1000), (1, 900)])), table, spec)   # compiles
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = paged_triton.paged_attention(q, there, batch, table, spec)
+    for lengths in ([700, 20], [1100, 900], [1, 513]):
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        want = paged_triton.paged_attention(q, there, on(step(table.cpu(), [(1, n) for n in lengths])), table, spec)
+        assert torch.equal(out, want)
+
+
+# What the compiler makes of them
+
+
+@functools.cache
+def compiled(*arguments):
+    """Records of benchmarks/gpu_binaries.py, by description, and what it found broken."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "gpu_binaries.py", "--json", *arguments],
+                          capture_output=True, text=True, env=environment)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done.returncode, done.stderr
+
+
+@pytest.mark.timeout(1200)
+def test_binaries_keep_what_is_promised():
+    records, status, message = compiled(*([] if ALL else ["--quick"]))
+    assert status == 0, message
+    assert len(records) == (33 * len(CHIPS) if ALL else 6)
+    assert all(r["spills"] == 0 and r["stack"] == 0 and r["shared"] <= r["limit"] for r in records)
+    attention = [r for r in records if r["form"] in ("decode", "chunk")]
+    assert {r["chip"] for r in attention} == set(CHIPS)
+    assert all(r["tensor"] for r in attention)
+    assert all(r["wide"] >= 0.8 for r in attention if (r["chip"], r["kv"]) != ("gfx942", "int4"))
+
+
+def test_chunks_use_each_chips_own_tensor_cores():
+    records = {(r["chip"], r["form"]): r["tensor"] for r in compiled(*([] if ALL else ["--quick"]))[0]
+               if r["form"] == "chunk" and r["kv"] == "bfloat16"}
+    assert "HGMMA" in records["sm_90", "chunk"]
+    assert "UTCHMMA" in records["sm_100", "chunk"]
+
+
+def test_a_broken_promise_is_told():
+    script = ("import sys; sys.path.insert(0, 'benchmarks'); from gpu_binaries import *\n"
+              "good = dict(chip='sm_90', kv='int8', form='chunk', spills=0, stack=0, shared=1, limit=2,"
+              " tensor={'HMMA': 1}, wide=0.8)\n"
+              "bad = dict(spills=1), dict(stack=8), dict(shared=3), dict(tensor={}), dict(wide=0.7)\n"
+              "print(broken_promise(good), *(broken_promise(good | one) is not None for one in bad))")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", *["True"] * 5], done.stderr
+
+
+# The page
+
+
+def test_the_page_runs_to_its_end_without_triton():
+    script = ("import json, sys\n"
+              "sys.modules['triton'] = None\n"                  # importing it fails
+              "names = {'__name__': '__main__'}\n"
+              "for cell in json.load(open('nbs/03b_paged_triton.ipynb'))['cells']:\n"
+              "    if cell['cell_type'] == 'code':\n"
+              "        exec(''.join(line for line in cell['source'] if '%pip' not in line), names)\n"
+              "print('the end')")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Triton is not installed here" in done.stdout and done.stdout.endswith("the end\n")
