@@ -459,3 +459,47 @@ def test_the_page_runs_to_its_end_without_triton():
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Triton is not installed here" in done.stdout and done.stdout.endswith("the end\n")
+
+
+@pytest.mark.parametrize("scales", [(0.05, "channels"), ("channels", 0.05)])
+@pytest.mark.parametrize("name", ["int8_static", "fp8_e4m3", "int4"])
+def test_keys_and_values_with_scales_of_different_kinds(name, scales):
+    made = [0.5 + torch.rand(1, 64) if scale == "channels" else scale for scale in scales]
+    codecs = [kv_codec(name, scale) for scale in made]
+    stores = [codec.empty((4, 2, 8), 64) for codec in codecs]
+    twin = LayerPages(*(Stored(*(t.clone() for t in store)) for store in stores), *codecs)
+    k, v, slots = torch.randn(9, 2, 64), torch.randn(9, 2, 64), torch.arange(8, 17)
+    mine = on(LayerPages(*stores, *codecs))
+    paged_triton.paged_write(mine, on(k), on(v), on(slots))
+    write(twin, k, v, slots)
+    for store, want in zip(mine[:2], twin[:2], strict=True):
+        assert all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+                   for a, b in zip(store, want, strict=True))
+
+
+def test_requests_without_rows_beside_a_chunk():
+    """As many rows as requests, and yet not one row each."""
+    compare("float32", LayerSpec(8, 1, 32, 32, 0.2), 16, [(0, 1), (0, 1), (0, 1), (4, 700)])
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_token", "fp8_e5m2_token", "int8"])
+def test_small_values_survive_half_precision(name):
+    spec = LayerSpec(4, 2, 32, 32, 0.2)
+    pages, table, memories = build(name, spec, 16, [64])
+    small = 1e-3 * memories[0][1]
+    at = torch.arange(64)
+    where = table[0].long()[at // 16], slice(None), at % 16
+    rows = pages.value_codec.encode(small)
+    pages.values.payload[where], pages.values.scales[where] = rows
+    q = torch.randn(1, 4, 32).half()
+    got = paged_attention(q, pages, step(table, [(1, 64)]), table, spec).float()
+    want = attend(q, memories[0][0], pages.value_codec.decode(rows), spec).float()
+    assert (got - want).norm() < 2e-3 * want.norm()
+
+
+def test_nobody_asks_or_sees():
+    spec = LayerSpec(4, 2, 32, 32, 0.2)
+    pages, table, _ = build("float32", spec, 16, [20])
+    assert paged_attention(torch.randn(0, 4, 32), pages, step(table, [(0, 20)]), table, spec).shape == (0, 4, 32)
+    with pytest.raises(ValueError, match="heads and sizes"):
+        paged_attention(torch.randn(1, 4, 16), pages, step(table, [(1, 20)]), table, spec)
