@@ -14,12 +14,16 @@ from kernel_cases import (
     KINDS,
     SOFTCAPS,
     WINDOWS,
+    assert_a_broken_row_stays_alone,
+    assert_offsets_have_64_bits,
     build,
     compare,
     fixed_scale,
+    hard_vectors,
     loads_of,
     pairwise,
     poisoned,
+    same_bytes,
     step,
     tree,
 )
@@ -122,12 +126,7 @@ def test_one_long_request_is_shared_out():
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8_e4m3", "fp8_e5m2_token", "int8", "int8_static", "int4"])
 def test_a_broken_row_breaks_its_request_only(name):
-    spec = LayerSpec(4, 1, 64, 64, 0.125)
-    pages, table, _ = build(name, spec, 16, [40, 40])
-    bad = pages.value_codec.encode(torch.full((1, 64), torch.nan))
-    pages.values.payload[table[0, 1], :, 3], pages.values.scales[table[0, 1], :, 3] = bad
-    out = paged_attention(torch.randn(2, 4, 64), pages, step(table, [(1, 40), (1, 40)]), table, spec)
-    assert out[0].isnan().all() and out[1].isfinite().all()
+    assert_a_broken_row_stays_alone(paged_attention, name)
 
 
 def test_refusals():
@@ -177,31 +176,6 @@ def test_what_the_kernels_lack_is_gathered():
     assert kernels_for(torch.float64, "cuda") is GATHER
 
 
-HARD = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 6e-8, 1e-7, 2.0 ** -9, 2.0 ** -10, 1.5 * 2.0 ** -10, 2.0 ** -16,
-                     3 * 2.0 ** -18, 0.0625, 1.0, 1.0625, 1.1875, -1.1875, 2.5, 3.5, 0.5, 447.9, 448.0, 464.0, 465.0,
-                     57344.0, 61440.0, 65504.0, 65520.0, 1e6, -1e30, 3.4e38, -3.4e38, 1e-39])
-
-
-def hard_vectors(num_kv, dim):
-    """Ordinary, tiny, huge, awkward, equal, broken: [T, num_kv, dim]."""
-    draw = torch.Generator().manual_seed(1)
-    awkward = HARD.repeat(2)[torch.stack([torch.randperm(64, generator=draw) for _ in range(20 * num_kv)])]
-    odd = torch.randn(3, num_kv, dim, generator=draw)
-    odd[0, :, 5], odd[1, :, 40], odd[2, :, 63] = torch.inf, torch.nan, -torch.inf
-    return torch.cat([torch.randn(40, num_kv, dim, generator=draw) * 3,
-                      torch.randn(40, num_kv, dim, generator=draw) * torch.logspace(-12, 12, 40)[:, None, None],
-                      awkward.view(20, num_kv, dim), torch.zeros(1, num_kv, dim), -torch.zeros(1, num_kv, dim),
-                      torch.full((1, num_kv, dim), 5.0), torch.full((1, num_kv, dim), torch.nan),
-                      torch.arange(num_kv * dim).view(1, num_kv, dim).float() / 2, odd])
-
-
-def same_bytes(mine, its):
-    """Equal bytes, except that which of the many NaNs it is is nobody's business."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[mine.element_size()]
-    same = mine.view(bits) == its.view(bits)
-    return bool((same | mine.isnan() & its.isnan() if mine.dtype.is_floating_point else same).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("scaled", [False, True])
@@ -235,18 +209,4 @@ def test_a_latent_layer_has_a_codec_for_what_is_not_there():
 
 
 def test_offsets_beyond_32_bits():
-    """Pages whose bytes lie behind 2**31 are written and read like others; most of this pool is never touched."""
-    spec, codec, block_size = LayerSpec(4, 1, 64, 64, 0.125), kv_codec("int8"), 16
-    num_pages = 2**31 // (block_size * 64) + 8
-    stores = [Stored(torch.empty(num_pages, 1, block_size, 64, dtype=torch.int8),
-                     torch.empty(num_pages, 1, block_size, 1, dtype=torch.float16)) for _ in range(2)]
-    far = LayerPages(*stores, codec, codec)
-    near = LayerPages(*(codec.empty((8, 1, block_size), 64) for _ in "kv"), codec, codec)
-    rows, q, out = torch.randn(2, 40, 1, 64), torch.randn(1, 4, 64), []
-    for pages, last in ((far, num_pages - 1), (near, 7)):
-        table = torch.tensor([[last, last - 2, last - 1]], dtype=torch.int32)
-        at = torch.arange(40)
-        paged_write(pages, *rows, table[0].long()[at // block_size] * block_size + at % block_size)
-        out.append(paged_attention(q, pages, step(table, [(1, 40)]), table, spec))
-    assert torch.equal(*out)
-    assert (num_pages - 1) * block_size * 64 >= 2**31
+    assert_offsets_have_64_bits(paged_attention, paged_write, GATHER.copy)
