@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from kvbook.compute.attention import attend
@@ -203,3 +204,31 @@ def assert_offsets_have_64_bits(attention: Callable, write: Callable, copy: Call
         out.append(attention(q, pages, step(table, [(1, 40)]), table, spec))
     assert all(torch.equal(out[0], other) for other in out[1:])
     assert (num_pages - 1) * block_size * 64 >= 2**31
+
+
+def assert_contradictions_are_refused(attention: Callable, write: Callable) -> None:
+    """Arguments that do not fit each other: each is refused in words, and nothing is written."""
+    spec = LayerSpec(3, 1, 64, 64, 0.125)
+    pages, table, _ = build("bfloat16", spec, 16, [70])
+    one, two = step(table, [(1, 70)]), torch.randn(2, 3, 64)
+    holes = pages._replace(keys=Stored(*(torch.cat([t, t], -1)[..., :t.shape[-1]] for t in pages.keys)))
+    masked = lambda *masks: step(table, [(2, 70)], torch.tensor(masks))
+    for q, its_pages, batch, its_spec, message in (
+            (torch.randn(1, 3, 32), pages, one, LayerSpec(3, 1, 32, 32, 0.1), "do not hold 1 heads of 32"),
+            (torch.randn(1, 2, 64), pages, one, LayerSpec(2, 2, 64, 64, 0.1), "do not hold 2 heads"),
+            (two[:1], pages, one, LayerSpec(3, 1, 64, 32, 0.1), "pages.values"),
+            (two[:1], holes, one, spec, "pages.keys: not contiguous"),
+            (two, pages, one, spec, "q of 2 rows"),
+            (two[:1], pages, step(table, [(1, 0)]), spec, "at least the new rows"),
+            (two[:1], pages, step(table, [(1, 81)]), spec, "at most the 80 tokens"),
+            (two, pages, masked(1, 1), spec, "see itself"), (two, pages, masked(1, 7), spec, "does not have"),
+            (two, pages, masked(1), spec, "one a row"), (two, pages, masked(1.0, 3.0), spec, "int64")):
+        with pytest.raises(ValueError, match=message):
+            attention(q, its_pages, batch, table, its_spec)
+    row, slot, before = torch.randn(1, 1, 64), torch.tensor([16]), [t.clone() for store in pages[:2] for t in store]
+    for k, v, slots, message in ((row, row, torch.tensor([16, 17]), r"slots \(2,\)"), (row, None, slot, "v: missing"),
+                                 (row, torch.randn(2, 1, 64), slot, "v: "), (torch.randn(1, 1, 65), row, slot, "65"),
+                                 (row, torch.randn(1, 2, 64), slot, "v: "), (row[0], row, slot, "k: ")):
+        with pytest.raises(ValueError, match=message):
+            write(pages, k, v, slots)
+    assert all(same_bytes(*pair) for pair in zip(before, [t for store in pages[:2] for t in store], strict=True))

@@ -12,6 +12,8 @@ import os
 import random
 import subprocess
 import sys
+import warnings
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from kernel_cases import (
     SOFTCAPS,
     WINDOWS,
     assert_a_broken_row_stays_alone,
+    assert_contradictions_are_refused,
     assert_offsets_have_64_bits,
     build,
     fixed_scale,
@@ -51,7 +54,7 @@ from kvbook.kernels import paged_triton
 from kvbook.kernels.paged_triton import CHIPS, PARTS, chip_of, decode, part_of, plan, variant
 
 pytestmark = [pytest.mark.xdist_group("triton"), *([pytest.mark.gpu] if GPU else []),
-              pytest.mark.filterwarnings("ignore::RuntimeWarning")]              # NumPy's, of masked elements
+              pytest.mark.filterwarnings("error::RuntimeWarning")]               # NumPy's: it interprets
 ROOT, DEVICE = Path(__file__).resolve().parents[1], "cuda" if GPU else "cpu"
 ALL = os.environ.get("KVBOOK_TEST") == "all"
 BLOCK_SIZES, KINDS, DTYPES = [1, 7, 16, 32, 128, 256], ["decode", "prefill", "mixed"], [torch.float32, torch.float16]
@@ -68,7 +71,10 @@ def on(x, device=DEVICE):
         return x._replace(keys=on(x.keys, device), values=on(x.values, device))
     if isinstance(x, Stored):
         return Stored(*(on(t, device) for t in x))
-    return Batch(*(on(getattr(x, name), device) for name in x.__dataclass_fields__)) if isinstance(x, Batch) else x
+    if isinstance(x, Batch):
+        tensors = {field.name: on(getattr(x, field.name), device) for field in fields(x) if field.init}
+        return replace(x, **tensors)
+    return x
 
 
 def paged_attention(*arguments):
@@ -258,6 +264,7 @@ def test_refusals():
         paged_attention(torch.randn(65, 3, 64), pages, step(table, [(65, 70)], torch.ones(65).long()), table, spec)
     with pytest.raises(ValueError, match="float64"):
         paged_write(pages, torch.randn(1, 1, 64).double(), torch.randn(1, 1, 64), torch.tensor([16]))
+    assert_contradictions_are_refused(paged_attention, paged_write)
     with pytest.raises(ValueError, match="72"):
         variant(chip_of(torch.device("cpu")), LayerSpec(3, 1, 72, 72, 0.1), "bfloat16", torch.float32, 16, True)
 
@@ -284,7 +291,8 @@ def test_write_stores_the_bytes_of_encode(name, dtype, scale, dim):
     twin = LayerPages(*(Stored(*(t.clone() for t in store)) for store in stores), *codecs)
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(2))[:len(k)] + block_size
     slots[::7] = -1
-    paged_write(LayerPages(*stores, *codecs), k, k.flip(0), slots)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):          # of values that are broken
+        paged_write(LayerPages(*stores, *codecs), k, k.flip(0), slots)
     write(twin, k, k.flip(0), slots)
     for store, want in zip(stores, twin[:2], strict=True):
         assert all(same_bytes(*pair) for pair in zip(store, want, strict=True))
@@ -460,3 +468,48 @@ def test_nobody_asks_or_sees():
     assert paged_attention(torch.randn(0, 4, 32), pages, step(table, [(0, 20)]), table, spec).shape == (0, 4, 32)
     with pytest.raises(ValueError, match="heads and sizes"):
         paged_attention(torch.randn(1, 4, 16), pages, step(table, [(1, 20)]), table, spec)
+
+
+def test_a_slot_beyond_the_pool_is_not_written():
+    pages, _, _ = build("int8", LayerSpec(2, 2, 64, 64, 0.125), 16, [40])
+    whole = [t.clone() for store in pages[:2] for t in store]
+    k = torch.randn(2, 2, 64)
+    paged_write(pages, k, k, torch.tensor([pages.num_slots, 1 << 40]))
+    assert all(same_bytes(*pair) for pair in zip(whole, [t for store in pages[:2] for t in store], strict=True))
+
+
+def test_tensors_that_are_cut_out_of_others():
+    """Every second element, and 32-bit slots: what a caller may well have."""
+    spec, loads = LayerSpec(4, 1, 64, 64, 0.125), [(3, 700), (8, 30)]
+    pages, table, _ = build("bfloat16", spec, 16, [n for _, n in loads])
+    batch = step(table, loads, torch.tensor([*tree([-1, 0, 0]), *tree([-1, 0, 0, 1, 1, 2, 2, 6])]))
+    q, holes = torch.randn(11, 4, 64), lambda t: t.repeat_interleave(2, -1)[..., ::2]
+    other = replace(batch, **{name: holes(getattr(batch, name)) for name in ("cu_seqlens_q", "seq_lens", "tree_mask")})
+    assert not other.tree_mask.is_contiguous()
+    assert torch.equal(paged_attention(q, pages, batch, table, spec),
+                       paged_attention(holes(q), pages, other, holes(table), spec))
+    k, slots = torch.randn(3, 1, 64), torch.tensor([16, 40, 17])
+    paged_write(pages, k, k, slots)
+    want = [t.clone() for store in pages[:2] for t in store]
+    paged_write(pages, holes(k), holes(k), holes(slots.int()))
+    assert all(same_bytes(*pair) for pair in zip(want, [t for store in pages[:2] for t in store], strict=True))
+
+
+def test_a_plan_is_made_anew_when_lengths_are_replaced():
+    spec = LayerSpec(4, 1, 64, 64, 0.125)
+    pages, table, memories = build("bfloat16", spec, 16, [700])
+    q, batch = torch.randn(1, 4, 64), step(table, [(1, 700)])
+    for n in (700, 20, 650):
+        batch.seq_lens = torch.tensor([n], dtype=torch.int32)
+        got = paged_attention(q, pages, batch, table, spec)
+        torch.testing.assert_close(got, attend(q, *(x[:n] for x in memories[0]), spec), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("cap", [1.0, 1e3, 1e6])
+def test_soft_caps_of_all_sizes(cap):
+    """A large cap leaves scores as they are; a quotient that computes it must not lose their digits."""
+    compare("float32", LayerSpec(4, 2, 64, 64, 0.125, softcap=cap), 16, [(1, 40), (5, 33)])
+
+
+def test_nothing_to_copy():
+    copy_blocks([torch.empty(9, 2, 0)], [(1, 2)])

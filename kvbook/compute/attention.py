@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .model import Transformer
+from .model import check_trees
 from ..control.config import LayerSpec
 
 # %% ../../nbs/01_attention.ipynb #399f5678
@@ -30,19 +31,16 @@ def visible(num_new: int, num_seen: int, window: int | None = None, tree_mask: T
         bool [num_new, num_seen].
 
     Raises:
-        ValueError: for more than 64 masked rows, or a masked row that does not see itself.
+        ValueError: for masks that no tree has, as `kvbook.compute.model.check_trees` says.
     """
     start = num_seen - num_new
     columns, rows = torch.arange(num_seen), torch.arange(num_new)
     seen = columns[None] <= start + rows[:, None]
     positions = columns.clone()
     if tree_mask is not None:
+        check_trees(tree_mask, torch.tensor([0, num_new]))
         masks = tree_mask.cpu()
-        if num_new > 64 and bool((masks != -1).any()):
-            raise ValueError(f"a tree of {num_new} rows is too large; at most 64 rows can be masked")
         ancestors = (masks[:, None] >> rows[None].clamp(max=63)) & 1 == 1
-        if not bool((ancestors.diagonal() | (masks == -1)).all()):
-            raise ValueError("tree_mask: a row must see itself (its own bit must be set)")
         in_tree = (masks != -1)[:, None]
         seen[:, start:] = torch.where(in_tree, ancestors, seen[:, start:])
         depth = torch.where(in_tree[:, 0], ancestors.sum(1) - 1, rows)

@@ -27,7 +27,35 @@ class LayerPages(NamedTuple):
     key_codec: FloatCodec
     value_codec: FloatCodec
 
+    @property
+    def num_slots(self) -> int:
+        """Rows that each head has room for, the null page's included."""
+        return self.keys.payload.shape[0] * self.keys.payload.shape[2]
 
+    def check(self, num_kv_heads: int, head_dim: int, value_dim: int) -> None:
+        """Refuse (ValueError) vectors that these pages do not hold, and pages that do not lie in one piece."""
+        shape = (self.keys.payload.shape[0], num_kv_heads, self.keys.payload.shape[2])
+        for name, stored, codec, dim in (("keys", self.keys, self.key_codec, head_dim),
+                                         ("values", self.values, self.value_codec, value_dim)):
+            if stored is None:
+                continue
+            width = sum(t.shape[-1] * t.itemsize for t in stored)
+            if any(t.shape[:-1] != shape for t in stored) or width != codec.format.vector_bytes(dim):
+                raise ValueError(f"pages.{name}: payload {tuple(stored.payload.shape)} and scales "
+                                 f"{tuple(stored.scales.shape)} do not hold {num_kv_heads} heads of {dim} in "
+                                 f"{codec.format.name}")
+            if not all(t.is_contiguous() for t in stored):
+                raise ValueError(f"pages.{name}: not contiguous; accepted: tensors that lie in one piece")
+
+    def check_rows(self, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+        """Refuse (ValueError) new rows that do not fit these pages or each other."""
+        for name, x in (("k", k), ("v", v))[:1 if self.values is None else 2]:
+            if x is None or x.dim() != 3 or slots.shape != (len(x),) or x.shape[1] != k.shape[1]:
+                raise ValueError(f"{name}: {'missing' if x is None else tuple(x.shape)} for slots {tuple(slots.shape)}; "
+                                 f"accepted: [T, heads, elements], as many slots, and as many heads in k as in v")
+        self.check(k.shape[1], k.shape[2], k.shape[2] if self.values is None else v.shape[2])
+
+# %% ../../nbs/03a_kv_cache.ipynb #28835de0
 def write(pages: LayerPages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Encode new rows and put each into its slot.
 
@@ -106,11 +134,13 @@ GATHER = Kernels("gather", write, gathered_attention)
 def kernels_for(dtype: torch.dtype, device: str | torch.device = "cpu") -> Kernels:
     """The fastest kernels for a model's dtype and device; `GATHER` for what these lack, or where they are not installed."""
     kind = torch.device(device).type
+    if dtype == torch.float64:
+        return GATHER
     with suppress(ModuleNotFoundError):
-        if kind == "cpu" and dtype != torch.float64:
+        if kind == "cpu":
             from kvbook.kernels import paged_cpu
             return Kernels("numba", paged_cpu.paged_write, paged_cpu.paged_attention)
-        if kind == "cuda" and dtype != torch.float64:
+        if kind == "cuda":
             from kvbook.kernels import paged_triton
             return Kernels("triton", paged_triton.paged_write, paged_triton.paged_attention, paged_triton.copy_blocks)
     return GATHER

@@ -77,6 +77,10 @@ class LayerSpec:
         window: how many last positions a query sees, itself included; ``None`` sees all.
         softcap: ``c`` in ``c * tanh(score / c)``; ``None`` leaves scores alone.
         value_in_key: the value is the first `value_dim` elements of the key; no value is stored.
+
+    Raises:
+        ValueError: naming the field: a size or window below 1, heads that do not divide, a soft-cap that is not above
+            0, or a value that its key cannot hold.
     """
 
     num_heads: int
@@ -87,6 +91,17 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     value_in_key: bool = False
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"{name}={number!r} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap!r} must be above 0, or None to leave scores alone")
+        if self.value_in_key and self.value_dim > self.head_dim:
+            raise ValueError(f"value_dim={self.value_dim} of a value in the key must not be above head_dim={self.head_dim}")
 
     def bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes that one token leaves in this layer's cache."""

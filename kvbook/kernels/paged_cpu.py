@@ -2,12 +2,11 @@
 
 # %% auto #0
 __all__ = ['FAST', 'KEYS', 'COPIED', 'DIRECT', 'ROWS', 'PART', 'AHEAD', 'LANES', 'PLAIN', 'E4M3', 'E5M2', 'INT8', 'INT8_STATIC',
-           'INT4', 'ONE', 'TWO', 'THREE', 'FOUR', 'LOG2E', 'paged_attention', 'paged_write']
+           'INT4', 'FOUR', 'LOG2E', 'paged_attention', 'paged_write']
 
 # %% ../../nbs/03c_paged_cpu.ipynb #294eeb61
 import contextlib
 import functools
-import itertools
 import math
 
 import numba
@@ -19,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from ..compute.model import check_batch, once_a_step
 from ..control.config import LayerSpec
 
 # %% ../../nbs/03c_paged_cpu.ipynb #06665cff
@@ -35,7 +35,7 @@ AHEAD = 64          # keys between a prefetch and its use
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8         # float32 numbers in a vector
 #: Numbers that the compiler must know travel as tuples of that length: a tuple's length is part of its type.
 PLAIN, E4M3, E5M2, INT8, INT8_STATIC, INT4 = ((0,) * n for n in range(1, 7))
-ONE, TWO, THREE, FOUR = ((0,) * n for n in range(1, 5))
+FOUR = (0,) * 4
 _IS_E4M3, _IS_E5M2, _IS_INT8_STATIC, _IS_INT4 = len(E4M3), len(E5M2), len(INT8_STATIC), len(INT4)
 LOG2E = math.log2(math.e)
 
@@ -624,7 +624,7 @@ def paged_attention(q: Tensor, pages, batch, table: Tensor, spec: LayerSpec) -> 
 
     Values are summed before they are divided: what is above the largest float32 over the number of tokens overflows.
     """
-    _check(q, batch, spec, pages)
+    _check(q, pages, batch, table, spec)
     num_kv, block_size = pages.keys.payload.shape[1:3]
     keys, key_scales = _rows(pages.keys)
     shared = pages.values is None
@@ -650,29 +650,17 @@ def _check_input(name, x):
                          f"{x.device}")
 
 
-def _check(q, batch, spec, pages):
+def _check(q, pages, batch, table, spec):
     _check_input("q", q)
-    bounds = batch.cu_seqlens_q.tolist()
-    if q.shape != (bounds[-1], spec.num_heads, spec.head_dim):
-        raise ValueError(f"q: shape {tuple(q.shape)}; the batch and the layer ask for "
-                         f"{(bounds[-1], spec.num_heads, spec.head_dim)}")
-    _check_width("pages.keys", pages.keys, pages.key_codec, spec.num_kv_heads, spec.head_dim)
-    if pages.values is not None:
-        _check_width("pages.values", pages.values, pages.value_codec, spec.num_kv_heads, spec.value_dim)
-    for a, b in itertools.pairwise(bounds if batch.tree_mask is not None else ()):
-        masks = batch.tree_mask[a:b]
-        if b - a > 64 and bool((masks != -1).any()):
-            raise ValueError(f"a tree of {b - a} rows is too large; at most 64 rows can be masked")
-        if not bool(((masks >> torch.arange(b - a).clamp(max=63)) & 1).all()):
-            raise ValueError("tree_mask: a row must see itself (its own bit must be set)")
-
-
-def _check_width(name, stored, codec, num_kv, dim):
-    """Refuse vectors that pages of this width cannot hold."""
-    payload = stored.payload
-    if payload.shape[1] != num_kv or payload.shape[-1] * payload.itemsize * 8 != dim * codec.format.bits:
-        raise ValueError(f"{name}: payload {tuple(payload.shape)} does not hold {num_kv} heads of {dim} in "
-                         f"{codec.format.name}")
+    if q.shape[1:] != (spec.num_heads, spec.head_dim):
+        raise ValueError(f"q: shape {tuple(q.shape)}; the layer has heads and sizes {(spec.num_heads, spec.head_dim)}")
+    pages.check(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+    num_pages, _, block_size = pages.keys.payload.shape[:3]
+    if len(table) != len(batch.seq_lens) or (table.numel() and not 0 <= int(table.min()) <= int(table.max()) < num_pages):
+        raise ValueError(f"table: {tuple(table.shape)} for {len(batch.seq_lens)} requests, with pages up to "
+                         f"{int(table.max()) if table.numel() else 0}; accepted: a row a request, of pages below {num_pages}")
+    once_a_step(batch, ("checked", len(q), table.shape[1] * block_size),
+                lambda: check_batch(batch, len(q), table.shape[1] * block_size))
 
 # %% ../../nbs/03c_paged_cpu.ipynb #43f749d3
 #| code-fold: true
@@ -804,18 +792,14 @@ def paged_write(pages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
         ValueError: for tensors that are not on the CPU, float64, a shape that does not fit the pages, or a slot that
             is not there; nothing is written then.
     """
-    num_slots = pages.keys.payload.shape[0] * pages.keys.payload.shape[2]
-    if len(slots) != len(k) or (len(slots) and int(slots.max()) >= num_slots):
-        raise ValueError(f"slots: {len(slots)} for {len(k)} rows, up to {int(slots.max()) if len(slots) else -1}; "
-                         f"accepted: one a row, below {num_slots}")
-    new = [("k", k, pages.keys, pages.key_codec), ("v", v, pages.values, pages.value_codec)]
-    new = [entry for entry in new if entry[2] is not None]
-    for name, x, stored, codec in new:
+    pages.check_rows(k, v, slots)
+    if len(slots) and int(slots.max()) >= pages.num_slots:
+        raise ValueError(f"slots: up to {int(slots.max())}; accepted: below {pages.num_slots}, or -1 to write nothing")
+    new = [(k, pages.keys, pages.key_codec), (v, pages.values, pages.value_codec)]
+    new = [entry for entry in new if entry[1] is not None]
+    for name, (x, *_) in zip("kv", new, strict=False):
         _check_input(name, x)
-        _check_width(name, stored, codec, *x.shape[1:])
-        if len(x) != len(slots):
-            raise ValueError(f"{name}: {len(x)} rows for {len(slots)} slots")
-    for _, x, stored, codec in new:
+    for x, stored, codec in new:
         payload, scales = _rows(stored)
         if len(scales) != len(payload):
             scales = np.empty((len(payload), 0), np.int16)

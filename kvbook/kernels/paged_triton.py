@@ -8,7 +8,6 @@ __all__ = ['ITEM', 'LIFTS', 'PARTS', 'PROGRAMS', 'REQUESTS', 'KINDS', 'CHIPS', '
 # %% ../../nbs/03b_paged_triton.ipynb #556418dd
 import contextlib
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compute.model import Batch
+from ..compute.model import Batch, check_batch, once_a_step
 from ..control.config import LayerSpec
 
 # %% ../../nbs/03b_paged_triton.ipynb #c5ed6fdd
@@ -149,6 +148,15 @@ def _pieces(payload, scales, rows, valid, DIM: tl.constexpr, A: tl.constexpr, B:
         if B:
             b = _whole(_raw(payload, rows, valid, DIM, A, B, MASK), B, FORMAT, DOT)
     return a, b, c, d
+
+
+@triton.jit
+def _tanh(x):
+    """Near zero by its series, for the quotient loses digits there."""
+    square, small = x * x, tl.exp2(-2.8853900817779268 * tl.abs(x))
+    series = x + ((-17 / 315 * square + 2 / 15) * square - 1 / 3) * square * x
+    quotient = (1 - small) / (1 + small)
+    return tl.where(square < 0.0625, series, tl.where(x < 0, -quotient, quotient))
 
 
 @triton.jit
@@ -380,8 +388,7 @@ def attend_kernel(q, keys, key_scales, values, value_scales, key_factor, value_f
                 factor = tl.load(key_scales + rows, mask=valid, other=0) if phase != 1 else tl.load(key_scales + rows)
                 scores *= factor.to(tl.float32)[None, :]
             if SOFTCAP:                                   # cap * tanh(score / cap), in base 2 from here on
-                twice = tl.exp2(scores * (2.8853900817779268 / cap))
-                scores = cap * 1.4426950408889634 * (1 - 2 / (1 + twice))
+                scores = cap * 1.4426950408889634 * _tanh(scores / cap)
             if ONE:
                 scores = tl.where(valid[None, :], scores, float("-inf"))
             if not ONE and phase != 1:
@@ -430,7 +437,7 @@ def attend_kernel(q, keys, key_scales, values, value_scales, key_factor, value_f
     by = value_factor + head * VALUE_DIM
     VHALF: tl.constexpr = HALF if SHARED else VALUE_DIM // 2
     if slot < 0:
-        share = tl.where(total == 0, 0.0, value_scale / total)
+        share = tl.where(total == 0, 0.0, value_scale / tl.where(total == 0, 1.0, total))
         at = ((token + new).to(tl.int64) * (NUM_KV * GROUP) + column) * VALUE_DIM
         _put(out, at, own, oa, ob, oc, od, share, by, VA, VB, VHALF, VALUE_DIM, CHANNELS, INT4)
     elif SPLIT:
@@ -464,7 +471,7 @@ def merge_kernel(merges, totals, mixed, stats, out, NUM_HEADS: tl.constexpr, VAL
         share = tl.exp2(tl.load(stats + here * 2, mask=some < parts, other=float("-inf")) - best)
         row += tl.sum(share[:, None] * tl.load(mixed + here[:, None] * VALUE_DIM + d[None, :],
                                                mask=(some < parts)[:, None] & (d < VALUE_DIM)[None, :], other=0), 0)
-    row = tl.where(total == 0, 0.0, row / total)
+    row = row / tl.where(total == 0, 1.0, total)          # nothing seen: zeros
     target = (token.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM
     tl.store(out + target + d, row.to(out.dtype.element_ty), mask=d < VALUE_DIM)
 
@@ -532,14 +539,15 @@ def _to_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(x, payload, scales, fixed, number, slots, num_rows, stride, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+def _write_rows(x, payload, scales, fixed, number, slots, num_rows, num_slots, stride, NUM_KV: tl.constexpr, DIM: tl.constexpr,
                 COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr,
                 LARGEST: tl.constexpr, CHANNELS: tl.constexpr, TOKEN_SCALES: tl.constexpr):
     """Rows (token, head) from program_id(0) * ROWS on into their slots."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head, d = row // NUM_KV, row % NUM_KV, tl.arange(0, COLUMNS)
-    slot = tl.load(slots + token, mask=row < num_rows, other=-1)
-    keep, slot = slot >= 0, tl.maximum(slot, 0)
+    slot = tl.load(slots + token, mask=row < num_rows, other=-1).to(tl.int64)
+    keep = (slot >= 0) & (slot < num_slots)
+    slot = tl.where(keep, slot, 0)
     target = (slot // BLOCK_SIZE * NUM_KV + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     source = token.to(tl.int64) * stride + head * DIM
     if FORMAT == "int4":
@@ -618,19 +626,19 @@ def _int4_code(x, fixed, number, source, head, keep, channel, inside, step, leas
     return tl.where((y == y) & (width == width) & (low == low), code, 0.0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["key_number", "value_number", "num_rows", "k_stride", "v_stride"])
+@triton.jit(do_not_specialize=["key_number", "value_number", "num_rows", "num_slots", "k_stride", "v_stride"])
 def write_kernel(k, v, keys, key_scales, values, value_scales, key_factor, value_factor, slots, key_number,
-                 value_number, num_rows, k_stride, v_stride, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+                 value_number, num_rows, num_slots, k_stride, v_stride, NUM_KV: tl.constexpr, DIM: tl.constexpr,
                  VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
                  BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
                  CHANNELS: tl.constexpr, TOKEN_SCALES: tl.constexpr):
     """Keys in programs (i, 0), values in programs (i, 1)."""
     if tl.program_id(1) == 0:
-        _write_rows(k, keys, key_scales, key_factor, key_number, slots, num_rows, k_stride, NUM_KV, DIM, COLUMNS,
+        _write_rows(k, keys, key_scales, key_factor, key_number, slots, num_rows, num_slots, k_stride, NUM_KV, DIM, COLUMNS,
                     BLOCK_SIZE, ROWS, FORMAT, LARGEST, CHANNELS, TOKEN_SCALES)
     else:
-        _write_rows(v, values, value_scales, value_factor, value_number, slots, num_rows, v_stride, NUM_KV, VALUE_DIM,
-                    VALUE_COLUMNS, BLOCK_SIZE, ROWS, FORMAT, LARGEST, CHANNELS, TOKEN_SCALES)
+        _write_rows(v, values, value_scales, value_factor, value_number, slots, num_rows, num_slots, v_stride, NUM_KV,
+                    VALUE_DIM, VALUE_COLUMNS, BLOCK_SIZE, ROWS, FORMAT, LARGEST, CHANNELS, TOKEN_SCALES)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "page"])
@@ -807,27 +815,24 @@ def plan(batch: Batch, num_rows: int, table: Tensor, block_size: int, window: in
     and the largest possible numbers are launched. Replays see the batch's new numbers only if all of this is captured:
     capture with a `Batch` of its own.
     """
-    key, kept = (window, step, part, limit, _capturing(table.device)), vars(batch).setdefault("_plans", {})
-    if key not in kept:
-        kept[key] = _make_plan(batch, num_rows, table, block_size, window, step, part, limit)
-    return kept[key]
+    captured = _capturing(table.device)
+    key = "plan", num_rows, table.shape[1] * block_size, table.device, window, step, part, limit, captured
+    return once_a_step(batch, key, lambda: _make_plan(batch, *key[1:]))
 
 
-def _make_plan(batch, num_rows, table, block_size, window, step, part, limit):
-    num_requests, planted, captured = len(batch.seq_lens), batch.tree_mask is not None, _capturing(table.device)
-    most = min(PARTS, -(-table.shape[1] * block_size // part))
+def _make_plan(batch, num_rows, num_tokens, device, window, step, part, limit, captured):
+    if not captured:
+        check_batch(batch, num_rows, num_tokens)
+    num_requests, planted, most = len(batch.seq_lens), batch.tree_mask is not None, min(PARTS, -(-num_tokens // part))
     all_single = captured and num_rows == num_requests    # a step with an empty request must not be captured
     tiles = 0 if all_single else min(num_requests, num_rows // 2) + num_rows // step
     bounds = (num_requests * most, min(tiles * most, tiles + num_requests * limit),
               min(num_rows * most, num_requests * (most + step * limit)), num_rows)
-    empty = functools.partial(torch.empty, dtype=torch.int32, device=table.device)
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     single, chunked = (empty(max(1, n), ITEM.value) for n in bounds[:2])
     merges, totals = empty(max(1, num_rows), 4), empty(4)
-    if planted and not captured:
-        for a, b in itertools.pairwise(batch.query_bounds):
-            if b - a > 64 and bool((batch.tree_mask[a:b] != -1).any()):
-                raise ValueError(f"a tree of {b - a} rows is too large; at most 64 rows can be masked")
-    plan_kernel[(num_requests,)](batch.cu_seqlens_q, batch.seq_lens, single, chunked, merges, totals, num_requests,
+    bounds_and_lengths = (t.int().contiguous() for t in (batch.cu_seqlens_q, batch.seq_lens))
+    plan_kernel[(num_requests,)](*bounds_and_lengths, single, chunked, merges, totals, num_requests,
                                   window or 1 << 30, step, part, PARTS, limit, planted, REQUESTS)
     return Plan(single, chunked, merges, totals, bounds if captured else tuple(totals.tolist()))
 
@@ -874,18 +879,23 @@ def paged_attention(q: Tensor, pages, batch: Batch, table: Tensor, spec: LayerSp
         [T, num_heads, value_dim] in the dtype of `q`; a row that sees nothing gives zeros.
 
     Raises:
-        ValueError: for float64 queries, vectors that the kernel has no tiles for, or a tree of more than 64 rows.
+        ValueError: for float64 queries, vectors that the kernel has no tiles for, and shapes, lengths or trees that
+            contradict each other. While a graph is captured, lengths and trees are not looked at.
+
+    Values are summed before they are divided: what is above the largest float32 over the number of tokens overflows.
     """
     _check_input("q", q)
     if q.shape[1:] != (spec.num_heads, spec.head_dim):
         raise ValueError(f"q: heads and sizes {tuple(q.shape[1:])}; the layer has {(spec.num_heads, spec.head_dim)}")
-    if len(q) == 0 or (spec.window is not None and spec.window < 1):                  # nobody asks, or sees anything
+    pages.check(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+    if len(q) == 0:
         return q.new_zeros(*q.shape[:2], spec.value_dim)
     chip, (num_kv, block_size), kv_dtype = chip_of(q.device), pages.keys.payload.shape[1:3], pages.key_codec.format.name
     k_number, v_number, k_factor, v_factor = _both_factors(pages, num_kv, spec.head_dim, spec.value_dim, q.device)
     q, table, values = q.contiguous(), table.contiguous(), pages.keys if pages.values is None else pages.values
+    bounds, trees = batch.cu_seqlens_q.contiguous(), None if batch.tree_mask is None else batch.tree_mask.contiguous()
     form = functools.partial(variant, chip, spec, kv_dtype, q.dtype, block_size, channels=k_factor is not None,
-                             tree=batch.tree_mask is not None)
+                             tree=trees is not None)
     many = form(False)
     with _on(q.device):
         todo = plan(batch, len(q), table, block_size, spec.window, many.step, part_of(spec), many.limit)
@@ -899,8 +909,7 @@ def paged_attention(q: Tensor, pages, batch: Batch, table: Tensor, spec: LayerSp
             back = 256.0 if chosen.constants["FORMAT"] == "e4m3" else 1.0                # see _numbers
             attend_kernel[(todo.sizes[which] * chosen.constants["HEAD_TILES"], num_kv)](
                 q, *pages.keys, *values, q if k_factor is None else k_factor, q if v_factor is None else v_factor,
-                table, items, todo.totals, batch.cu_seqlens_q, items if batch.tree_mask is None else batch.tree_mask,
-                out, mixed, stats, which, table.shape[1], spec.window or 1 << 30,
+                table, items, todo.totals, bounds, items if trees is None else trees, out, mixed, stats, which, table.shape[1], spec.window or 1 << 30,
                 spec.scale * k_number * back * (1.0 if spec.softcap else math.log2(math.e)), v_number * back / chosen.constants["LIFT"],
                 spec.softcap or 1.0, **chosen.constants, num_warps=chosen.num_warps, num_stages=chosen.num_stages)
         if todo.sizes[2]:
@@ -927,11 +936,12 @@ def paged_write(pages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
         pages: as `paged_attention` takes them.
         k: [T, num_kv_heads, head_dim]; float32, bfloat16 or float16.
         v: [T, num_kv_heads, value_dim], or None where the value is a part of the key.
-        slots: int64 [T], block * block_size + offset; -1 writes nothing.
+        slots: integers [T], block * block_size + offset; -1 writes nothing, and neither does a slot beyond the pool.
 
     Raises:
-        ValueError: for float64.
+        ValueError: for float64, and for shapes that do not fit the pages or each other.
     """
+    pages.check_rows(k, v, slots)
     inputs = [k] if pages.values is None else [k, v]
     for x in inputs:
         _check_input("k or v", x)
@@ -946,8 +956,8 @@ def paged_write(pages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     rows = max(1, 4096 * 64 // max(columns) ** 2 if kind == "int4" else 2048 // max(columns))
     with _on(k.device):
         write_kernel[(-(-len(k) * num_kv // rows), len(inputs))](
-            k, v, *pages.keys, *values, *(k if f is None else f for f in factors), slots, k_number, v_number,
-            len(k) * num_kv, k.stride(0), v.stride(0), num_kv, k.shape[2], v.shape[2], *columns,
+            k, v, *pages.keys, *values, *(k if f is None else f for f in factors), slots.contiguous(), k_number, v_number,
+            len(k) * num_kv, pages.num_slots, k.stride(0), v.stride(0), num_kv, k.shape[2], v.shape[2], *columns,
             pages.keys.payload.shape[2], rows, kind, codec.largest, factors[0] is not None,
             codec.format.scale_bytes > 0 and kind != "int4", num_warps=4)
 
@@ -959,9 +969,9 @@ def copy_blocks(tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> 
         tensors: of one device, each contiguous, with pages along the first dimension.
         pairs: pages.
     """
-    if not pairs:
-        return
     tensors = [t for t in tensors if t.numel()]
+    if not pairs or not tensors:
+        return
     device, sizes = tensors[0].device, sorted({t[0].nbytes for t in tensors})
     order = torch.tensor(pairs, dtype=torch.int64, device=device)
     for size in sizes:
