@@ -277,37 +277,13 @@ def difference(got: Tensor, want: Tensor) -> tuple[float, float]:
     return found if all(map(math.isfinite, found)) else (math.inf, math.inf)
 
 
-# What the bytes and FLOPs predict.
-
-
 def predicted_decode(rig: Rig, spec: LayerSpec, kv_dtype: str, lengths: Sequence[int], num_layers: int) -> dict:
-    """Bytes, FLOPs and seconds of one layer's attention for one new row a request.
+    """The kernels' own formula, with what this device reaches; the plan is shared by the layers."""
+    from kvbook.kernels import paged_triton
 
-    Memory is read at the copy's bandwidth, products run at the matrix units' rate, and the slower of the two counts. A
-    request's bytes are its keys and values, a table entry for each page and KV head, query and result, and float32
-    results of its parts, written and read. The tensor cores do more than the useful FLOPs, since a tile has at least 16
-    rows. Where fewer programs than processors run, bandwidth falls with the root of their share (a guess).
-    """
-    from kvbook.kernels.paged_triton import PARTS, part_of
-
-    h, d, dv, group = spec.num_heads, spec.head_dim, spec.value_dim, spec.num_heads // spec.num_kv_heads
-    rows = min(64, max(16, 1 << (group - 1).bit_length()))
-    size = flop = programs = 0
-    split = False
-    for n in lengths:
-        part = part_of(spec) * max(1, -(-n // (part_of(spec) * PARTS)))
-        parts = -(-n // part)
-        size += n * spec.bytes_per_token(kv_dtype) + 4 * n / BLOCK_SIZE * spec.num_kv_heads + 2 * h * (d + dv)
-        size += 8 * h * parts * (dv + 2) if parts > 1 else 0
-        flop += 2 * n * h * (d + dv)
-        programs += parts * spec.num_kv_heads * -(-group // rows)
-        split |= parts > 1
-    done = flop * (-(-group // rows) * rows) / group
-    memory, matrix = size / rig.ceilings["copy"], done / rig.ceilings["matrix"]
-    fill = min(1.0, programs / rig.num_programs)
-    kernels = 1 + split + 1 / num_layers                                 # attention, merge; the plan is shared
-    return {"bytes": size, "flop": flop, "executed_flop": done, "bound": "matrix" if matrix > memory else "memory",
-            "predicted_seconds": max(memory / fill**0.5, matrix / fill) + kernels * rig.ceilings["kernel"]}
+    return paged_triton.predicted_decode(
+        spec, lengths, kv_dtype, chip=paged_triton.chip_of(rig.device), ceilings=rig.ceilings,
+        processors=rig.num_programs, block_size=BLOCK_SIZE, kernels=1 / num_layers)
 
 
 # Groups. Each yields (name, what measures it); a point is a dict of numbers.

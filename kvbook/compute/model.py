@@ -7,6 +7,7 @@ __all__ = ['Batch', 'once_a_step', 'check_trees', 'check_batch', 'causal_attenti
            'check_room', 'generate']
 
 # %% ../../nbs/00a_model.ipynb #4bef0bf0
+import itertools
 import math
 import operator
 from collections import deque
@@ -136,16 +137,17 @@ def check_batch(batch: Batch, num_rows: int, num_tokens: int) -> None:
     Raises:
         ValueError: naming the field and what it should be.
     """
-    bounds, lengths = batch.cu_seqlens_q.cpu().long(), batch.seq_lens.cpu().long()
-    new = bounds.diff()
-    if len(new) != len(lengths) or int(bounds[0]) != 0 or int(bounds[-1]) != num_rows or bool((new < 0).any()):
-        raise ValueError(f"cu_seqlens_q: {bounds.tolist()} for {len(lengths)} requests and q of {num_rows} rows; "
+    both = torch.cat([batch.cu_seqlens_q, batch.seq_lens]).tolist()               # one copy to the host
+    bounds, lengths = both[:len(batch.cu_seqlens_q)], both[len(batch.cu_seqlens_q):]
+    new = [b - a for a, b in itertools.pairwise(bounds)]
+    if len(new) != len(lengths) or bounds[0] != 0 or bounds[-1] != num_rows or min(new, default=0) < 0:
+        raise ValueError(f"cu_seqlens_q: {bounds} for {len(lengths)} requests and q of {num_rows} rows; "
                          f"accepted: one more than requests, from 0 to the number of rows, never falling")
-    if bool((lengths < new).any()) or bool((lengths > num_tokens).any()):
-        raise ValueError(f"seq_lens: {lengths.tolist()} for {new.tolist()} new rows; accepted: at least the new rows, "
-                         f"and at most the {num_tokens} tokens that the table has pages for")
+    if not all(count <= length <= num_tokens for count, length in zip(new, lengths, strict=True)):
+        raise ValueError(f"seq_lens: {lengths} for {new} new rows; accepted: at least the new rows, and at most the "
+                         f"{num_tokens} tokens that the table has pages for")
     if batch.tree_mask is not None:
-        check_trees(batch.tree_mask, bounds)
+        check_trees(batch.tree_mask, torch.tensor(bounds))
 
 # %% ../../nbs/00a_model.ipynb #37aaa64e
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec) -> Tensor:
