@@ -213,22 +213,35 @@ def assert_contradictions_are_refused(attention: Callable, write: Callable) -> N
     one, two = step(table, [(1, 70)]), torch.randn(2, 3, 64)
     holes = pages._replace(keys=Stored(*(torch.cat([t, t], -1)[..., :t.shape[-1]] for t in pages.keys)))
     masked = lambda *masks: step(table, [(2, 70)], torch.tensor(masks))
+    other_values = pages._replace(value_codec=kv_codec("int8"))
+    in_key = LayerSpec(3, 1, 64, 64, 0.125, value_in_key=True)
     for q, its_pages, batch, its_spec, message in (
             (torch.randn(1, 3, 32), pages, one, LayerSpec(3, 1, 32, 32, 0.1), "do not hold 1 heads of 32"),
             (torch.randn(1, 2, 64), pages, one, LayerSpec(2, 2, 64, 64, 0.1), "do not hold 2 heads"),
             (two[:1], pages, one, LayerSpec(3, 1, 64, 32, 0.1), "pages.values"),
+            (two[:1], pages, one, in_key, "pages.values: there"),
+            (two[:1], pages._replace(values=None), one, spec, "pages.values: missing"),
+            (two[:1], other_values, one, spec, "keys in bfloat16, values in int8"),
             (two[:1], holes, one, spec, "pages.keys: not contiguous"),
-            (two, pages, one, spec, "q of 2 rows"),
+            (two, pages, one, spec, "q of 2 rows"), (two[:0], pages, one, spec, "q of 0 rows"),
             (two[:1], pages, step(table, [(1, 0)]), spec, "at least the new rows"),
             (two[:1], pages, step(table, [(1, 81)]), spec, "at most the 80 tokens"),
-            (two, pages, masked(1, 1), spec, "see itself"), (two, pages, masked(1, 7), spec, "does not have"),
+            (two, pages, step(table, [(1, 70), (1, 70)]), spec, r"table: .* \(1, 5\); accepted: .* \(2, 5\)"),
+            (two, pages, masked(1, 1), spec, "see itself"), (two, pages, masked(3, 2), spec, "sees a later one"),
             (two, pages, masked(1), spec, "one a row"), (two, pages, masked(1.0, 3.0), spec, "int64")):
         with pytest.raises(ValueError, match=message):
             attention(q, its_pages, batch, table, its_spec)
+    for other, message in ((table[0], "table: "), (table.float(), "table: "), (table - 9, "pages from"),
+                           (table + 9, "pages from")):
+        with pytest.raises(ValueError, match=message):
+            attention(two[:1], pages, one, other, spec)
+    padded = torch.cat([table, torch.tensor([[-1, 10**6]], dtype=torch.int32)], 1)           # nobody looks there
+    assert torch.equal(attention(two[:1], pages, one, padded, spec), attention(two[:1], pages, one, table, spec))
     row, slot, before = torch.randn(1, 1, 64), torch.tensor([16]), [t.clone() for store in pages[:2] for t in store]
     for k, v, slots, message in ((row, row, torch.tensor([16, 17]), r"slots \(2,\)"), (row, None, slot, "v: missing"),
                                  (row, torch.randn(2, 1, 64), slot, "v: "), (torch.randn(1, 1, 65), row, slot, "65"),
-                                 (row, torch.randn(1, 2, 64), slot, "v: "), (row[0], row, slot, "k: ")):
+                                 (row, torch.randn(1, 2, 64), slot, "v: "), (row[0], row, slot, "k: "),
+                                 (row, row, slot.float(), "slots: torch.float32")):
         with pytest.raises(ValueError, match=message):
             write(pages, k, v, slots)
     assert all(same_bytes(*pair) for pair in zip(before, [t for store in pages[:2] for t in store], strict=True))

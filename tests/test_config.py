@@ -104,3 +104,14 @@ def test_both_spellings_of_a_config():
 def test_every_format_has_a_price_for_the_default_model():
     prices = {name: CacheSpec.of(SMOL, name).bytes_per_token for name in KV_FORMATS}
     assert sorted(prices, key=prices.get)[0] == "int4" and max(prices.values()) == prices["float32"]
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("num_heads", 0), ("num_heads", 5), ("num_heads", 4.0), ("num_heads", True), ("head_dim", None), ("window", 0),
+    ("window", -1), ("window", 2.5), ("window", True), ("softcap", 0.0), ("softcap", -1.0), ("softcap", float("inf")),
+    ("softcap", float("nan")), ("scale", float("nan")), ("scale", None), ("scale", "x"), ("value_dim", 9)])
+def test_impossible_layers_are_refused(field, value):
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8, "scale": 1.0, "value_in_key": True}
+    LayerSpec(**fields)
+    with pytest.raises(ValueError, match=field):
+        LayerSpec(**fields | {field: value})

@@ -47,7 +47,7 @@ from kernel_cases import (
 from kernel_cases import compare as compare_on_cpu
 
 from kvbook.compute.attention import attend
-from kvbook.compute.kv_cache import LayerPages, write
+from kvbook.compute.kv_cache import LayerPages, gathered_attention, write
 from kvbook.compute.model import Batch
 from kvbook.compute.quantization import Stored, kv_codec
 from kvbook.control.config import LayerSpec
@@ -545,5 +545,60 @@ def test_soft_caps_of_all_sizes(cap):
     compare("float32", LayerSpec(4, 2, 64, 64, 0.125, softcap=cap), 16, [(1, 40), (5, 33)])
 
 
-def test_nothing_to_copy():
-    copy_blocks([torch.empty(9, 2, 0)], [(1, 2)])
+def test_copies_that_are_refused():
+    copy_blocks([torch.empty(9, 2, 0)], [(1, 2)])                                    # nothing to copy
+    whole = torch.randn(9, 2)
+    kept = whole.clone()
+    for tensors, pairs, error in (([whole], [(1, 9)], ValueError), ([whole], [(-1, 2)], ValueError),
+                                  ([whole], [(1, 2, 3)], ValueError), ([whole], [(1.5, 2)], TypeError),
+                                  ([whole, torch.randn(4, 2)], [(1, 5)], ValueError),
+                                  ([whole.T], [(0, 1)], ValueError)):
+        with pytest.raises(error):
+            copy_blocks(tensors, pairs)
+    assert torch.equal(whole, kept)
+
+
+def test_an_odd_address_is_copied_in_smaller_pieces():
+    whole = torch.arange(100, dtype=torch.uint8)
+    pages = whole[2:].view(-1)[:96].view(6, 16)
+    want = pages.clone()
+    want[3] = want[1]
+    copy_blocks([pages], torch.tensor([(1, 3)]))
+    assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("name", ["int8_static", "fp8_e4m3", "fp8_e5m2", "int4"])
+def test_channel_scales_do_not_overflow_half_precision(name):
+    codec = kv_codec(name, torch.full((1, 64), 40.0) + torch.rand(1, 64))
+    pages = LayerPages(codec.empty((3, 1, 16), 64), codec.empty((3, 1, 16), 64), codec, codec)
+    k, table = torch.randn(10, 1, 64) * 1e-3, torch.tensor([[1]], dtype=torch.int32)
+    write(pages, k, torch.randn(10, 1, 64) * 100, torch.arange(10) + 16)
+    q, batch, spec = torch.full((1, 4, 64), 17000.0).half(), step(table, [(1, 10)]), LayerSpec(4, 1, 64, 64, 0.125)
+    got = paged_attention(q, pages, batch, table, spec)
+    want = gathered_attention(q, pages, batch, table, spec)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_scale_that_is_replaced_counts_at_once():
+    spec = LayerSpec(4, 1, 64, 64, 0.125)
+    pages, table, _ = build("fp8_e4m3", spec, 16, [40])
+    codec = kv_codec("fp8_e4m3", torch.tensor(0.5))
+    pages, q, batch = pages._replace(key_codec=codec, value_codec=codec), torch.randn(1, 4, 64), step(table, [(1, 40)])
+    before = paged_attention(q, pages, batch, table, spec)
+    codec.scale = torch.tensor(0.1)
+    after = paged_attention(q, pages, batch, table, spec)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, gathered_attention(q, pages, batch, table, spec), rtol=1e-5, atol=3e-6)
+
+
+def test_scores_of_minus_infinity():
+    """The first tile's keys weigh nothing; a tile whose scores are all minus infinity must not leave a trace."""
+    codec, spec, table = kv_codec("float32"), LayerSpec(4, 1, 64, 64, 1.0), torch.arange(1, 11, dtype=torch.int32)[None]
+    pages = LayerPages(codec.empty((11, 1, 16), 64), codec.empty((11, 1, 16), 64), codec, codec)
+    k = torch.randn(150, 1, 64)
+    k[:70] = -3e37
+    write(pages, k, torch.randn(150, 1, 64), torch.arange(150) + 16)
+    q, batch = torch.full((1, 4, 64), 10.0), step(table, [(1, 150)])
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        got = paged_attention(q, pages, batch, table, spec)
+    torch.testing.assert_close(got, gathered_attention(q, pages, batch, table, spec), rtol=1e-4, atol=1e-4)

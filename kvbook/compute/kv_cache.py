@@ -32,28 +32,43 @@ class LayerPages(NamedTuple):
         """Rows that each head has room for, the null page's included."""
         return self.keys.payload.shape[0] * self.keys.payload.shape[2]
 
-    def check(self, num_kv_heads: int, head_dim: int, value_dim: int) -> None:
-        """Refuse (ValueError) vectors that these pages do not hold, and pages that do not lie in one piece."""
+    def check(self, num_kv_heads: int, head_dim: int, value_dim: int | None) -> None:
+        """Refuse (ValueError) vectors that these pages do not hold, and pages that do not lie in one piece.
+
+        Args:
+            num_kv_heads, head_dim: of keys.
+            value_dim: of values, or None where the value is a part of the key.
+        """
+        if (self.values is None) != (value_dim is None):
+            raise ValueError(f"pages.values: {'missing' if self.values is None else 'there'}, but the value is "
+                             f"{'no' if self.values is None else 'a'} part of the key")
+        if self.values is not None and self.key_codec.format != self.value_codec.format:
+            raise ValueError(f"pages: keys in {self.key_codec.format.name}, values in {self.value_codec.format.name}; "
+                             f"accepted: one format")
         shape = (self.keys.payload.shape[0], num_kv_heads, self.keys.payload.shape[2])
         for name, stored, codec, dim in (("keys", self.keys, self.key_codec, head_dim),
-                                         ("values", self.values, self.value_codec, value_dim)):
-            if stored is None:
-                continue
-            width = sum(t.shape[-1] * t.itemsize for t in stored)
-            if any(t.shape[:-1] != shape for t in stored) or width != codec.format.vector_bytes(dim):
-                raise ValueError(f"pages.{name}: payload {tuple(stored.payload.shape)} and scales "
-                                 f"{tuple(stored.scales.shape)} do not hold {num_kv_heads} heads of {dim} in "
-                                 f"{codec.format.name}")
+                                         ("values", self.values, self.value_codec, value_dim))[:1 + (value_dim is not None)]:
+            payload, scales, scale = *stored, getattr(codec, "scale", None)
+            width, both = payload.shape[-1] * payload.itemsize, codec.format.vector_bytes(dim)
+            if (any(t.shape[:-1] != shape for t in stored) or width * 8 != dim * codec.format.bits
+                    or width + scales.shape[-1] * scales.itemsize != both):
+                raise ValueError(f"pages.{name}: payload {tuple(payload.shape)} and scales {tuple(scales.shape)} do not "
+                                 f"hold {num_kv_heads} heads of {dim} in {codec.format.name}")
             if not all(t.is_contiguous() for t in stored):
                 raise ValueError(f"pages.{name}: not contiguous; accepted: tensors that lie in one piece")
+            have = () if scale is None else torch.as_tensor(scale).shape
+            if len(have) > 2 or any(n not in (1, full) for n, full in zip(have[::-1], (dim, num_kv_heads), strict=False)):
+                raise ValueError(f"pages.{name}: a scale of shape {tuple(have)} does not broadcast to {(num_kv_heads, dim)}")
 
     def check_rows(self, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
-        """Refuse (ValueError) new rows that do not fit these pages or each other."""
+        """Refuse (ValueError) new rows and slots that do not fit these pages or each other."""
+        if slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"slots: {slots.dtype}; accepted: int32 or int64")
         for name, x in (("k", k), ("v", v))[:1 if self.values is None else 2]:
             if x is None or x.dim() != 3 or slots.shape != (len(x),) or x.shape[1] != k.shape[1]:
                 raise ValueError(f"{name}: {'missing' if x is None else tuple(x.shape)} for slots {tuple(slots.shape)}; "
                                  f"accepted: [T, heads, elements], as many slots, and as many heads in k as in v")
-        self.check(k.shape[1], k.shape[2], k.shape[2] if self.values is None else v.shape[2])
+        self.check(k.shape[1], k.shape[2], None if self.values is None else v.shape[2])
 
 # %% ../../nbs/03a_kv_cache.ipynb #28835de0
 def write(pages: LayerPages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
@@ -63,7 +78,7 @@ def write(pages: LayerPages, k: Tensor, v: Tensor | None, slots: Tensor) -> None
         pages: where they go.
         k: [T, num_kv_heads, head_dim].
         v: [T, num_kv_heads, value_dim], or None where the value is a part of the key.
-        slots: int64 [T], page · block_size + place in the page; -1 writes nothing.
+        slots: int64 [T], page · block_size + place in the page, none twice; -1 writes nothing.
     """
     block_size, (kept, slots) = pages.keys.payload.shape[2], written_slots(slots)
     block, place = slots // block_size, slots % block_size

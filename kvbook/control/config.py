@@ -6,6 +6,7 @@ __all__ = ['KV_FORMATS', 'HF_ARCHITECTURES', 'GGUF_ARCHITECTURES', 'ROPE_TYPES',
            'rope_type', 'LayerGroup', 'layer_groups', 'CacheSpec']
 
 # %% ../../nbs/00c_config.ipynb #3b9100c5
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -79,8 +80,8 @@ class LayerSpec:
         value_in_key: the value is the first `value_dim` elements of the key; no value is stored.
 
     Raises:
-        ValueError: naming the field: a size or window below 1, heads that do not divide, a soft-cap that is not above
-            0, or a value that its key cannot hold.
+        ValueError: naming the field: a size or window that is no integer or below 1, heads that do not divide, a scale
+            or soft-cap that is no finite number, a soft-cap that is not above 0, or a value that its key cannot hold.
     """
 
     num_heads: int
@@ -94,12 +95,16 @@ class LayerSpec:
 
     def __post_init__(self):
         for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise ValueError(f"{name}={number!r} must be at least 1")
+            number = getattr(self, name)
+            if (number is not None or name != "window") and (type(number) is not int or number < 1):
+                raise ValueError(f"{name}={number!r} must be an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap={self.softcap!r} must be above 0, or None to leave scores alone")
+        for name, may_be_negative in (("scale", True), ("softcap", False)):
+            number = getattr(self, name)
+            if (number is not None or name == "scale") and not (
+                    type(number) in (int, float) and math.isfinite(number) and (may_be_negative or number > 0)):
+                raise ValueError(f"{name}={number!r} must be a finite number" + ("" if may_be_negative else " above 0, or None"))
         if self.value_in_key and self.value_dim > self.head_dim:
             raise ValueError(f"value_dim={self.value_dim} of a value in the key must not be above head_dim={self.head_dim}")
 

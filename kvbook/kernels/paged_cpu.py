@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from ..compute.model import check_batch, once_a_step
+from ..compute.model import check_step
 from ..control.config import LayerSpec
 
 # %% ../../nbs/03c_paged_cpu.ipynb #06665cff
@@ -654,13 +654,9 @@ def _check(q, pages, batch, table, spec):
     _check_input("q", q)
     if q.shape[1:] != (spec.num_heads, spec.head_dim):
         raise ValueError(f"q: shape {tuple(q.shape)}; the layer has heads and sizes {(spec.num_heads, spec.head_dim)}")
-    pages.check(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+    pages.check(spec.num_kv_heads, spec.head_dim, None if spec.value_in_key else spec.value_dim)
     num_pages, _, block_size = pages.keys.payload.shape[:3]
-    if len(table) != len(batch.seq_lens) or (table.numel() and not 0 <= int(table.min()) <= int(table.max()) < num_pages):
-        raise ValueError(f"table: {tuple(table.shape)} for {len(batch.seq_lens)} requests, with pages up to "
-                         f"{int(table.max()) if table.numel() else 0}; accepted: a row a request, of pages below {num_pages}")
-    once_a_step(batch, ("checked", len(q), table.shape[1] * block_size),
-                lambda: check_batch(batch, len(q), table.shape[1] * block_size))
+    check_step(batch, len(q), table, block_size, num_pages)
 
 # %% ../../nbs/03c_paged_cpu.ipynb #43f749d3
 #| code-fold: true
@@ -786,7 +782,7 @@ def paged_write(pages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
         pages: as `paged_attention` takes them.
         k: [T, num_kv_heads, head_dim]; float32, bfloat16 or float16.
         v: [T, num_kv_heads, value_dim], or None where the value is a part of the key.
-        slots: int64 [T], block * block_size + offset; -1 writes nothing.
+        slots: integers [T], block * block_size + offset, none twice; -1 writes nothing.
 
     Raises:
         ValueError: for tensors that are not on the CPU, float64, a shape that does not fit the pages, or a slot that

@@ -9,6 +9,7 @@ __all__ = ['ITEM', 'LIFTS', 'PARTS', 'PROGRAMS', 'REQUESTS', 'KINDS', 'CHIPS', '
 import contextlib
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compute.model import Batch, check_batch, once_a_step
+from ..compute.model import Batch, check_step, once_a_step
 from ..control.config import LayerSpec
 
 # %% ../../nbs/03b_paged_triton.ipynb #c5ed6fdd
@@ -105,7 +106,10 @@ def _int4(x, scales, rows, valid, DIM: tl.constexpr, FIRST: tl.constexpr, COUNT:
     step = _raw_scales(scales, rows, valid, DIM // 16, 2 * group, MASK)
     least = _raw_scales(scales, rows, valid, DIM // 16, 2 * group + 1, MASK)
     code = tl.reshape(code.to(tl.float32), [x.shape[0], COUNT // GRAIN, GRAIN])
-    return tl.reshape(code * step[:, :, None] + least[:, :, None], [x.shape[0], COUNT]).to(DOT)
+    number = tl.reshape(code * step[:, :, None] + least[:, :, None], [x.shape[0], COUNT])
+    if DOT == tl.float16:  # noqa: SIM300
+        number = tl.where(number > 65504.0, 65504.0, number)                         # the last step may pass it
+    return number.to(DOT)
 
 
 @triton.jit
@@ -153,6 +157,7 @@ def _pieces(payload, scales, rows, valid, DIM: tl.constexpr, A: tl.constexpr, B:
 @triton.jit
 def _tanh(x):
     """Near zero by its series, for the quotient loses digits there."""
+    x = tl.where(x > 20, 20.0, tl.where(x < -20, -20.0, x))                          # ±1 from there on; NaN stays
     square, small = x * x, tl.exp2(-2.8853900817779268 * tl.abs(x))
     series = x + ((-17 / 315 * square + 2 / 15) * square - 1 / 3) * square * x
     quotient = (1 - small) / (1 + small)
@@ -409,9 +414,7 @@ def attend_kernel(q, keys, key_scales, values, value_scales, key_factor, value_f
                 if TREE:                                  # (E) other branches may be broken: not even times 0
                     valid = valid & (tl.max(seen.to(tl.int32), 0) == 1)
             new_largest = tl.maximum(largest, tl.max(scores, 1))
-            base = new_largest
-            if not ONE and phase != 1:                    # a row may have seen nothing yet
-                base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)           # nothing seen yet, or overflow
             weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(largest - base)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -821,8 +824,6 @@ def plan(batch: Batch, num_rows: int, table: Tensor, block_size: int, window: in
 
 
 def _make_plan(batch, num_rows, num_tokens, device, window, step, part, limit, captured):
-    if not captured:
-        check_batch(batch, num_rows, num_tokens)
     num_requests, planted, most = len(batch.seq_lens), batch.tree_mask is not None, min(PARTS, -(-num_tokens // part))
     all_single = captured and num_rows == num_requests    # a step with an empty request must not be captured
     tiles = 0 if all_single else min(num_requests, num_rows // 2) + num_rows // step
@@ -841,15 +842,21 @@ _factors = weakref.WeakKeyDictionary()
 
 
 def _factor(codec, num_kv: int, dim: int, device) -> tuple[float, Tensor | None]:
-    """A codec's fixed scale as a number, or as float32 [num_kv, dim] where channels or heads differ."""
+    """A codec's fixed scale as a number; where channels or heads differ, also as float32 [num_kv, dim].
+
+    The number is a power of two then, and the tensor's largest is at most 1: it multiplies queries, and may be float16.
+    """
+    scale, key = getattr(codec, "scale", None), (num_kv, dim, device)
     kept = _factors.setdefault(codec, {})
-    if (num_kv, dim, device) not in kept:
-        scale = getattr(codec, "scale", None)
-        scale = torch.ones(()) if scale is None else torch.as_tensor(scale, dtype=torch.float32)
-        one = scale.numel() == 1
-        kept[num_kv, dim, device] = (scale.item(), None) if one else (
-            1.0, torch.broadcast_to(scale[..., :dim], (num_kv, dim)).contiguous().to(device))
-    return kept[num_kv, dim, device]
+    if key not in kept or kept[key][0] is not scale:
+        whole = torch.ones(()) if scale is None else torch.as_tensor(scale, dtype=torch.float32)
+        if whole.numel() == 1:
+            made = whole.item(), None
+        else:
+            _, exponent = math.frexp(float(whole.abs().max()))
+            made = 2.0 ** exponent, torch.broadcast_to(whole[..., :dim] * 2.0 ** -exponent, (num_kv, dim)).contiguous().to(device)
+        kept[key] = scale, made
+    return kept[key][1]
 
 
 def _both_factors(pages, num_kv: int, dim: int, value_dim: int, device):
@@ -880,17 +887,21 @@ def paged_attention(q: Tensor, pages, batch: Batch, table: Tensor, spec: LayerSp
 
     Raises:
         ValueError: for float64 queries, vectors that the kernel has no tiles for, and shapes, lengths or trees that
-            contradict each other. While a graph is captured, lengths and trees are not looked at.
+            contradict each other. While a graph is captured, lengths, trees and page numbers are not looked at.
 
-    Values are summed before they are divided: what is above the largest float32 over the number of tokens overflows.
+    Values are summed before they are divided: what is above the largest float32 over the number of tokens overflows. With
+    float16 queries products are float16: stored numbers above 65,504 are beyond them.
     """
     _check_input("q", q)
     if q.shape[1:] != (spec.num_heads, spec.head_dim):
         raise ValueError(f"q: heads and sizes {tuple(q.shape[1:])}; the layer has {(spec.num_heads, spec.head_dim)}")
-    pages.check(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+    pages.check(spec.num_kv_heads, spec.head_dim, None if spec.value_in_key else spec.value_dim)
+    (num_pages, num_kv, block_size), kv_dtype = pages.keys.payload.shape[:3], pages.key_codec.format.name
+    if not _capturing(q.device):
+        check_step(batch, len(q), table, block_size, num_pages)
     if len(q) == 0:
         return q.new_zeros(*q.shape[:2], spec.value_dim)
-    chip, (num_kv, block_size), kv_dtype = chip_of(q.device), pages.keys.payload.shape[1:3], pages.key_codec.format.name
+    chip = chip_of(q.device)
     k_number, v_number, k_factor, v_factor = _both_factors(pages, num_kv, spec.head_dim, spec.value_dim, q.device)
     q, table, values = q.contiguous(), table.contiguous(), pages.keys if pages.values is None else pages.values
     bounds, trees = batch.cu_seqlens_q.contiguous(), None if batch.tree_mask is None else batch.tree_mask.contiguous()
@@ -938,7 +949,8 @@ def paged_write(pages, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
         pages: as `paged_attention` takes them.
         k: [T, num_kv_heads, head_dim]; float32, bfloat16 or float16.
         v: [T, num_kv_heads, value_dim], or None where the value is a part of the key.
-        slots: integers [T], block * block_size + offset; -1 writes nothing, and neither does a slot beyond the pool.
+        slots: integers [T], block * block_size + offset, none twice; -1 writes nothing, and neither does a slot beyond
+            the pool.
 
     Raises:
         ValueError: for float64, and for shapes that do not fit the pages or each other.
@@ -969,15 +981,23 @@ def copy_blocks(tensors: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> 
     Args:
         tensors: of one device, each contiguous, with pages along the first dimension.
         pairs: pages.
+
+    Raises:
+        ValueError: for a page that is not there, or other tensors; nothing is copied then.
     """
-    tensors = [t for t in tensors if t.numel()]
+    tensors, pairs = [t for t in tensors if t.numel()], [tuple(map(operator.index, pair)) for pair in pairs]
     if not pairs or not tensors:
         return
-    device, sizes = tensors[0].device, sorted({t[0].nbytes for t in tensors})
+    device, num_pages = tensors[0].device, min(map(len, tensors))
+    if any(len(pair) != 2 or not 0 <= min(pair) <= max(pair) < num_pages for pair in pairs):
+        raise ValueError(f"pairs: {pairs}; accepted: (source, destination), each from 0 to {num_pages - 1}")
+    if not all(t.is_contiguous() and t.device == device for t in tensors):
+        raise ValueError("tensors: accepted: contiguous ones of one device")
     order = torch.tensor(pairs, dtype=torch.int64, device=device)
-    for size in sizes:
-        addresses = torch.tensor([t.data_ptr() for t in tensors if t[0].nbytes == size], device=device)
-        width, element = next((w, e) for w, e in ((8, tl.int64), (2, tl.int16), (1, tl.int8)) if size % w == 0)
+    wide = lambda t: next(w for w in (8, 2, 1) if t[0].nbytes % w == 0 and t.data_ptr() % w == 0)
+    for size, width in sorted({(t[0].nbytes, wide(t)) for t in tensors}):
+        addresses = torch.tensor([t.data_ptr() for t in tensors if (t[0].nbytes, wide(t)) == (size, width)], device=device)
+        element = {8: tl.int64, 2: tl.int16, 1: tl.int8}[width]
         with _on(device):
             grid = -(-size // (512 * width)), len(addresses)
             copy_kernel[grid](addresses, order, len(pairs), size // width, element, 512)
