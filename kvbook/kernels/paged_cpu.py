@@ -370,6 +370,17 @@ def _cap(scores, n, softcap):
         scores[j] = softcap * np.float32(LOG2E) * (-y if x < 0 else y)
 
 
+@intrinsic
+def _next_scales(typingctx, factor, j, scales, row):
+    """factor[0, j:j+LANES] = scales[row:row+LANES, 0], float16 that is given as int16."""
+    def lower(context, builder, signature, args):
+        v = _Vectors(context, builder, signature, args)
+        halves = v.load(2, args[3], v.index(0), ir.HalfType())
+        v.store(builder.fpext(halves, ir.VectorType(v.float, LANES)), 0, v.index(0), args[1])
+        return context.get_dummy_value()
+    return types.void(factor, types.int64, scales, types.int64), lower
+
+
 @_piece()
 def _scale_columns(scores, num_rows, n, scales, blocks, first, block_size, num_kv, head, factor):
     """Each token's own scale, on its score or its weight: [num_rows, n] from token `first` on."""
@@ -378,12 +389,15 @@ def _scale_columns(scores, num_rows, n, scales, blocks, first, block_size, num_k
     while done < n:
         base = (np.int64(blocks[block]) * num_kv + head) * block_size + offset
         count = min(block_size - offset, n - done)
-        for j in range(count):
-            factor[done + j] = _half_to_float(scales[base + j, 0])
+        whole = count // LANES * LANES
+        for j in range(0, whole, LANES):
+            _next_scales(factor, done + j, scales, base + j)
+        for j in range(whole, count):
+            factor[0, done + j] = _half_to_float(scales[base + j, 0])
         done, block, offset = done + count, block + 1, 0
     for r in range(num_rows):
         for j in range(n):
-            scores[r, j] *= factor[j]
+            scores[r, j] *= factor[0, j]
 
 # %% ../../nbs/03c_paged_cpu.ipynb #dfc018f8
 #| code-fold: true
@@ -474,7 +488,7 @@ def _attend_part(part, parts, items, positions, q, keys, key_scales, values, val
     scores = np.empty((padded, most), np.float32)
     rows, own = np.zeros(most + AHEAD, np.int64), np.arange(most if copied else 0)
     copy = np.empty((most if copied else 0, max(width, value_width)), np.float32)
-    factor = np.empty(most, np.float32)
+    factor = np.empty((1, most), np.float32)
     for low in range(first, last, most):
         n, filled = min(most, last - low), min(most + AHEAD, last - low)
         _fill(rows, blocks[request], low, low + filled, block_size, num_kv, head)
