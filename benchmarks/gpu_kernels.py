@@ -286,6 +286,15 @@ def predicted_decode(rig: Rig, spec: LayerSpec, kv_dtype: str, lengths: Sequence
         processors=rig.num_programs, block_size=BLOCK_SIZE, kernels=1 / num_layers)
 
 
+def predicted_prefill(spec: LayerSpec, requests: int, new: int, n: int, ceilings: Mapping[str, float]) -> dict:
+    """Bytes, FLOPs and seconds of a chunk of `new` rows in a memory of `n`, for some equal requests, in 16 bits."""
+    wide = spec.num_heads * (spec.head_dim + spec.value_dim)
+    flop = 2 * requests * (new * n - new * (new - 1) // 2) * wide
+    size = requests * (n * spec.bytes_per_token("bfloat16") + 2 * new * wide)
+    seconds = max(size / ceilings["copy"], flop / (PREFILL_REACH * ceilings["matrix"]))
+    return {"bytes": size, "flop": flop, "predicted_seconds": seconds}
+
+
 # Groups. Each yields (name, what measures it); a point is a dict of numbers.
 
 
@@ -463,10 +472,9 @@ def prefill_point(rig: Rig, spec: LayerSpec, requests: int, new: int, n: int) ->
         error = memory.error(paged_attention)
         found = rig.samples(runs)
     one = {name: statistics.median(times) for name, times in found.items()}
-    flop = 2 * requests * (new * n - new * (new - 1) // 2) * h * (spec.head_dim + spec.value_dim)
-    size = memory.bytes_per_layer + 2 * memory.q.nbytes
-    predicted = max(size / rig.ceilings["copy"], flop / (PREFILL_REACH * rig.ceilings["matrix"]))
-    return {"seconds": one["pages"], "predicted_seconds": predicted, "bytes": size, "flop": flop, "error": error,
+    cost = predicted_prefill(spec, requests, new, n, rig.ceilings)
+    flop = cost["flop"]
+    return {"seconds": one["pages"], **cost, "error": error,
             "right": error <= TOLERANCE[rig.dtype], "beside_flash": one["flash"] / one["pages"],
             "of_matrix": flop / one["pages"] / rig.ceilings["matrix"],
             "others": {"flash": {"seconds": one["flash"], "of_matrix": flop / one["flash"] / rig.ceilings["matrix"]}},
