@@ -77,10 +77,15 @@ def build(kernel, types: dict[str, str], constants: dict, chip: paged_triton.Chi
     pointers = [i for i, name in enumerate(names) if signature[name].startswith("*")]
     aligned = {(i,): [["tt.divisibility", alignment]] for i in pointers}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    target = GPUTarget(chip.backend, chip.arch, 64 if chip.backend == "hip" else 32)
+    target = GPUTarget(chip.backend, chip.arch, lanes(chip))
     begin = time.perf_counter()
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
     return compiled, time.perf_counter() - begin
+
+
+def lanes(chip: paged_triton.Chip) -> int:
+    """Threads of a warp."""
+    return 64 if chip.backend == "hip" else 32
 
 
 def _dump(cubin: bytes, option: str) -> str:
@@ -117,6 +122,11 @@ def read_hip(compiled) -> dict:
             "spills": number("vgpr_spill_count") + sum(op.startswith("scratch_") for op in ops),
             "loads": dict(Counter(op for op in ops if re.match(r"(global|buffer)_load_", op))),
             "tensor": dict(Counter("v_mfma" for op in ops if op.startswith("v_mfma"))), "instructions": len(ops)}
+
+
+def read(compiled, chip: paged_triton.Chip) -> dict:
+    """What `read_cuda` or `read_hip` finds."""
+    return read_cuda(compiled) if chip.backend == "cuda" else read_hip(compiled)
 
 
 def wide_share(compiled, loads: dict[str, int], num_threads: int, payload: str) -> float:
@@ -175,12 +185,11 @@ def attend_record(chip: str, model: str, kv: str = "bfloat16", form: str = "deco
     chosen = paged_triton.variant(where, SPECS[model], kv, kind, block_size, form == "decode", tree=tree)
     compiled, seconds = build(paged_triton.attend_kernel, attend_types(kv, kind), chosen.constants, where,
                               chosen.num_warps, chosen.num_stages)
-    read = read_cuda(compiled) if where.backend == "cuda" else read_hip(compiled)
-    threads, payload = chosen.num_warps * (32 if where.backend == "cuda" else 64), _PAYLOADS.get(kv, "u8")
+    found, payload = read(compiled, where), _PAYLOADS.get(kv, "u8")
+    wide = wide_share(compiled, found["loads"], chosen.num_warps * lanes(where), payload)
     record = {"chip": chip, "model": model, "kv": kv, "form": form, "tile": [chosen.constants[k] for k in "MN"],
-            "block_size": block_size, "tree": tree, "shared": compiled.metadata.shared, "limit": where.shared,
-            "warps": chosen.num_warps, "seconds": seconds,
-            "wide": wide_share(compiled, read["loads"], threads, payload), **read}
+              "block_size": block_size, "tree": tree, "shared": compiled.metadata.shared, "limit": where.shared,
+              "warps": chosen.num_warps, "seconds": seconds, "wide": wide, **found}
     return {**record, "at_once": programs_at_once(record)}
 
 
@@ -233,9 +242,8 @@ def other_record(chip: str, form: str, kv: str = "bfloat16", model: str = "Llama
     """The same of one of `OTHERS`."""
     where = paged_triton.CHIPS[chip]
     compiled, seconds = build(*OTHERS[form](SPECS[model], kv), where, 4, 3)
-    read = read_cuda(compiled) if where.backend == "cuda" else read_hip(compiled)
     return {"chip": chip, "model": model, "kv": kv, "form": form, "shared": compiled.metadata.shared,
-            "limit": where.shared, "seconds": seconds, **read}
+            "limit": where.shared, "seconds": seconds, **read(compiled, where)}
 
 
 def cases() -> Iterator[dict]:

@@ -14,6 +14,7 @@ from kvbook.compute.quantization import FloatCodec, Stored, kv_codec, stored_dim
 from kvbook.control.config import KV_FORMATS, LayerSpec
 
 FORMATS = sorted(KV_FORMATS)
+NAN_FORMATS = ["bfloat16", "float16", "fp8_e4m3", "fp8_e5m2_token", "int8", "int8_static", "int4"]
 HEADS = [(4, 4), (4, 2), (9, 3), (8, 2), (5, 1), (6, 1), (14, 2), (16, 1), (48, 1)]
 HEAD_SIZES, BLOCK_SIZES = [64, 80, 96, 128, 256], [1, 8, 16, 32, 128]
 WINDOWS, SOFTCAPS, KINDS = [None, 1, 5, 40], [None, 5.0], ["decode", "prefill", "mixed"]
@@ -210,6 +211,10 @@ def assert_contradictions_are_refused(attention: Callable, write: Callable) -> N
     """Arguments that do not fit each other: each is refused in words, and nothing is written."""
     spec = LayerSpec(3, 1, 64, 64, 0.125)
     pages, table, _ = build("bfloat16", spec, 16, [70])
+    with pytest.raises(ValueError, match="float64"):
+        attention(torch.randn(1, 3, 64).double(), pages, step(table, [(1, 70)]), table, spec)
+    with pytest.raises(ValueError, match="65"):
+        attention(torch.randn(65, 3, 64), pages, step(table, [(65, 70)], torch.ones(65).long()), table, spec)
     one, two = step(table, [(1, 70)]), torch.randn(2, 3, 64)
     holes = pages._replace(keys=Stored(*(torch.cat([t, t], -1)[..., :t.shape[-1]] for t in pages.keys)))
     masked = lambda *masks: step(table, [(2, 70)], torch.tensor(masks))

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .model import Transformer
-from .model import check_trees
+from .model import Transformer, check_trees
 from ..control.config import LayerSpec
 
 # %% ../../nbs/01_attention.ipynb #399f5678
